@@ -65,7 +65,7 @@ def _searches_of(fields: dict[str, Any]) -> tuple[int, str, str]:
     finding.run_once = lambda *args, **kwargs: searches.append(1) or search(*args, **kwargs)
     try:
         engine = parity.make_engine("gpt", fields)
-        return len(searches), engine.sharded.split.found.describe(), ""
+        return len(searches), engine.sharded.split.table.describe(), ""
     except ValueError as error:
         return len(searches), "", f"{type(error).__name__}: {error}"
     finally:

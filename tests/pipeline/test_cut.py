@@ -34,7 +34,7 @@ def test_calls_and_needs():
     ]  # fmt: skip
     assert graph.calls[2].reads.leaves == {(0, 0), (1, 0)}
     assert graph.crossing(3) == ((2, 0),)
-    assert graph.layout((6, 0)).shape == (2, 8, 61)
+    assert graph.spec((6, 0)).shape == (2, 8, 61)
     # Twelve matrix products of 32 x 32 for 16 tokens, and attention: 2 heads of 16, 8 x 8.
     assert graph.calls[2].flops == 2 * 16 * 12 * 32 * 32 + 2 * 2 * (2 * 2 * 8 * 8 * 16)
     assert graph.calls[2].saved_bytes > 16 * 32 * 4

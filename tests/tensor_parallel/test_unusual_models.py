@@ -123,14 +123,10 @@ def _run_fused() -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("style", "said"),
-    [("gather(0)", "read outside of the forward in which it is put together"), ("gather(0, 3)", "further out")],
-)
-def test_weights_that_are_not_there_when_they_are_read_are_refused(style, said):
-    with pytest.raises(ValueError, match=said):
-        plan = TensorTable.from_dict({"blocks.*.qkv.weight": style})
-        check_tensor_table(build("reads-layers"), plan, 2, inputs=batch(0)[0])
+def test_weights_that_are_not_there_when_they_are_read_are_refused():
+    with pytest.raises(ValueError, match="read outside of the forward in which it is put together"):
+        table = TensorTable.from_dict({"blocks.*.qkv.weight": "gather(0)"})
+        check_tensor_table(build("reads-layers"), table, 2, inputs=batch(0)[0])
 
 
 def test_a_forward_that_needs_its_whole_weight_keeps_it():

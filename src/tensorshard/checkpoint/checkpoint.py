@@ -24,9 +24,9 @@ from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, 
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import read_utf8
-from tensorshard.offload.slots import Slots, SpareRoom
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.storage import Storage, TemporaryCopy
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.checkpoint_files import SafeReader, read_metadata
 from tensorshard.weights.files.export import write_configs
@@ -51,7 +51,7 @@ class TrainingState(Protocol):
     random: "RandomStreams"
     loaders: Any
     loader_states: dict[str, dict[str, int]]
-    slots: Slots | None
+    storage: Storage
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -115,7 +115,7 @@ def load(engine: TrainingState, path: str | os.PathLike[str]) -> dict[str, Any]:
     engine.sharded.finish_gather()
     masters = {name: master.detach() for name, master in engine.sharded.masters().items()}
     buffers = engine.sharded.persistent_buffers()
-    room = succeed_together(lambda: SpareRoom(engine.slots), group, "engine.load")
+    room = succeed_together(engine.storage.temporary_copy, group, "engine.load")
     new_masters, new_buffers = _room_like(masters, room), _room_like(buffers, room)
     states = empty_optimizer_states(engine, metadata, room)
     tensors = _model_tensors(engine, new_masters, new_buffers)
@@ -168,7 +168,7 @@ def _read_description(engine: TrainingState, source: Path) -> tuple[dict[str, An
     return document, metadata
 
 
-def _room_like(tensors: Mapping[str, torch.Tensor], room: SpareRoom) -> dict[str, torch.Tensor]:
+def _room_like(tensors: Mapping[str, torch.Tensor], room: TemporaryCopy) -> dict[str, torch.Tensor]:
     """Empty tensors of the sizes that `tensors` have on this rank, laid out like them."""
     return {name: room.like(tensor) for name, tensor in tensors.items()}
 

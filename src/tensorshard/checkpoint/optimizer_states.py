@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from tensorshard.offload.slots import SpareRoom
+from tensorshard.plan.storage import TemporaryCopy
 
 if TYPE_CHECKING:
     from tensorshard.checkpoint.checkpoint import TrainingState
@@ -28,12 +28,12 @@ def check_optimizer(engine: "TrainingState", stored: dict[str, Any], source: Pat
 
 
 def empty_optimizer_states(
-    engine: "TrainingState", metadata: Metadata, spare: SpareRoom
+    engine: "TrainingState", metadata: Metadata, copy: TemporaryCopy
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Room for the stored states of each parameter: laid out as the parameter if they have its shape.
 
     Args:
-        spare: makes the empty tensors.
+        copy: makes the empty tensors.
     """
     masters = engine.sharded.masters()
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -46,7 +46,7 @@ def empty_optimizer_states(
         master = masters[name]
         dtype = entry.properties.dtype
         if entry.size == engine.sharded.full_shape(name) and master.dim() > 0:
-            room = spare.like(master.detach(), dtype)
+            room = copy.like(master.detach(), dtype)
         else:
             room = torch.zeros(entry.size, dtype=dtype)
         states.setdefault(name, {})[key] = room

@@ -41,7 +41,7 @@ class Bucket:
         self.packed = [p for p in parameters if p not in self.alone]
         self.ready: set[ReplicatedParameter] = set()
         self.gathering: list[tuple[dist.Work, Any]] = []
-        self.is_behind = False  # an update of its master weights goes on, and forwards do not have it yet
+        self.update_pending = False  # an update of its master weights goes on, and forwards do not have it yet
 
 
 class Reduction:

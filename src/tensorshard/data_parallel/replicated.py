@@ -33,16 +33,15 @@ from tensorshard.model.watched_parameters import (
     unwatch,
     watch,
 )
-from tensorshard.offload.slots import OffloadedMaster, Slots
-from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.mesh import Mesh
-from tensorshard.sharded.sharded_model import ParameterSplit, ShardedModel, TakeGradient
+from tensorshard.plan.storage import Place, Storage, TakeGradient, UpdateProgress
+from tensorshard.sharded.sharded_model import ParameterSplit, ShardedModel
 from tensorshard.torch_private.autograd import call_after_backward, current_backward, is_function_transformed
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
 
-# Reductions under way at once where gradients leave when they are reduced; more would keep more of them alive.
+# How many reductions may run at once when gradients are offloaded as they arrive; each keeps its gradients alive.
 _IN_FLIGHT = 2
 
 
@@ -55,7 +54,7 @@ class ReplicatedModel(ShardedModel):
         units: lists of modules whose parameters travel together.
         level: 0, 1 or 2.
         reduce_dtype: gradients are summed over the ranks in this type.
-        slots: where master weights are kept that forwards do not compute with; None for the device.
+        storage: where master weights are kept that forwards do not compute with.
     """
 
     def __init__(
@@ -69,16 +68,15 @@ class ReplicatedModel(ShardedModel):
         level: int,
         precision: str,
         reduce_dtype: torch.dtype,
-        slots: Slots | None = None,
+        storage: Storage,
     ) -> None:
         super().__init__(model, split)
         self._level = level
-        self._slots = slots
         self._device = torch.device(mesh.device_mesh.device_type)
         self._units = units
         self._reduce_dtype = reduce_dtype
         self._shard_mesh, self._groups = _layout(mesh, level)
-        self._all = self._materialize(values, precision)
+        self._all = self._materialize(values, precision, storage)
         self._masters = {name: p.master for name, p in self._all.items()}
         self._weights = PublishedWeights(self._all.values(), self._groups)
         self._unit_of = self._assign_units(units)
@@ -166,8 +164,8 @@ class ReplicatedModel(ShardedModel):
         for parameter in self._all.values():
             parameter.take_gradient, parameter.finish_gradients = take, finish
 
-    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
-        return {name: p.offloaded for name, p in self._all.items() if p.offloaded is not None}
+    def master_places(self) -> dict[str, Place]:
+        return {name: p.place for name, p in self._all.items()}
 
     # -- values --
 
@@ -175,15 +173,15 @@ class ReplicatedModel(ShardedModel):
         for bucket in self._buckets:
             self._weights.publish(bucket, copied)
 
-    def watch_updates(self, behind: UpdateBehind) -> None:
-        self._weights.updates = behind
+    def watch_updates(self, update: UpdateProgress) -> None:
+        self._weights.update = update
         if self._groups.shard is None:  # else forwards already wait for gathers
             self._wait_before_forward(self._units)
         # Units that this forward did not call are gathered, too: another rank may have called them.
-        hook_root(self.model, RootRole.BACKGROUND_UPDATE, after=lambda *_: self._weights.follow(), always=True)
+        hook_root(self.model, RootRole.BACKGROUND_UPDATE, after=lambda *_: self._weights.publish_updated(), always=True)
 
-    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
-        self._weights.follow_later(self._call_order(), copied)
+    def gather_as_updated(self, copied: Container[torch.Tensor] = ()) -> None:
+        self._weights.publish_as_updated(self._call_order(), copied)
 
     def all_gather_loaded(self) -> None:
         self.all_gather_parameters()
@@ -242,14 +240,14 @@ class ReplicatedModel(ShardedModel):
 
     @torch.no_grad()
     def _materialize(
-        self, values: Iterable[tuple[str, torch.Tensor]], precision: str
+        self, values: Iterable[tuple[str, torch.Tensor]], precision: str, storage: Storage
     ) -> dict[str, ReplicatedParameter]:
         """Replaces the parameters on the meta device by real ones. Ties are kept."""
         made: dict[str, ReplicatedParameter] = {}
         templates = dict(self.model.named_parameters())
         places = ParameterPlaces(self.model)
         for name, value in values:
-            made[name] = ReplicatedParameter(name, value, templates[name], precision, self._shard_mesh, self._slots)
+            made[name] = ReplicatedParameter(name, value, templates[name], precision, self._shard_mesh, storage)
             places.replace(templates[name], made[name].compute)
         return made
 
@@ -488,7 +486,7 @@ class ReplicatedModel(ShardedModel):
         def wait(*_: Any) -> None:
             for unit in units:
                 bucket = self._of_units.get(unit)
-                if bucket is not None and (bucket.gathering or bucket.is_behind):
+                if bucket is not None and (bucket.gathering or bucket.update_pending):
                     self._weights.wait(bucket)
             if module is self.model:
                 self._weights.wait(self._frozen)

@@ -22,7 +22,7 @@ from tensorshard.comm.world import world
 from tensorshard.data_parallel.gradients_of_leaves import averaged, averaged_shard, differentiate
 from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.sharded.sharded_model import TakeGradient
+from tensorshard.plan.storage import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.fsdp import parameter_groups, refresh_dtypes, unsharded_parameter
 

@@ -22,7 +22,6 @@ from tensorshard.engine.loader import EngineLoader
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.manual_loop import ManualLoop
-from tensorshard.engine.offload import check_transfers, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
@@ -34,11 +33,10 @@ from tensorshard.model.buffers import BufferValues, Registration
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
 from tensorshard.model.trains_itself import OwnRule
 from tensorshard.model.transformers_settings import GenerationCache
-from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
-from tensorshard.offload.slots import Slots
 from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.compilation import explained_compilation
 from tensorshard.weights.files.export import MAX_SHARD_SIZE
@@ -90,23 +88,21 @@ class Engine(LoopMethods):
         cache: GenerationCache,
         own_rules: Sequence[OwnRule] = (),
         debug: bool = False,
-        slots: Slots | None = None,
+        storage: Storage,
         heap: HostHeap | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.device = device
         self._model = sharded.model
-        self._offloaded: OffloadedOptimizer | None = None
         self._modules = sharded.all_modules()  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
-        self.slots = slots
+        self.storage = storage
         self._heap = heap
         self.step_count = 0
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
-        self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device)
         objective = Objective(loss_fn, plan.precision, device, sharded.calling_user)
         self._penalties = Penalties(sharded, mesh, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
@@ -126,24 +122,24 @@ class Engine(LoopMethods):
             hook_root(
                 sharded.model,
                 RootRole.TRANSFERS,
-                after=lambda *_: None if torch.is_grad_enabled() else check_transfers(slots, mesh.world_group),
+                after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
-        self._optimizer = build_optimizer(optimizer, self._gradients.trained, own_rules)
-        if slots is not None and slots.offload.optimizer is not None:
-            trained = self._gradients.trained
-            self._offloaded = offload_states(self._optimizer, optimizer, own_rules, sharded, trained, mesh, slots)
-            self._gradients.offloaded = self._offloaded.gradients
+        trained = sharded.trained_masters()
+        self._optimizer = build_optimizer(optimizer, trained, own_rules)
+        again = partial(build_optimizer, optimizer, rules=own_rules)
+        self._update = storage.keep_states(self._optimizer, sharded, trained, again)
+        self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
         batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
         self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
         self._surround_update(
-            lambda: check_transfers(slots, mesh.world_group, self._offloaded),
+            partial(storage.check_transfers, of_update=True),
             sharded.finish_backward,
             batch_buffers.check,
         )
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
-            self._optimizer, optimizer, own_rules, sharded, is_offloaded=self._offloaded is not None
+            self._optimizer, optimizer, own_rules, sharded, reserved=self._update.reserves_states
         )
         self._manual_loop = ManualLoop(
             sharded,
@@ -238,7 +234,7 @@ class Engine(LoopMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
-        check_transfers(self.slots, self.mesh.world_group, self._offloaded)
+        self.storage.check_transfers(of_update=True)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
@@ -248,12 +244,9 @@ class Engine(LoopMethods):
             factor,
             steps_taken=self.step_count,
             measure=self.measure_grad_norm,
-            scale=self._offloaded is None,
+            scale=False,
         ):
-            if self._offloaded is not None:
-                self._offloaded.factor = self._gradients.pending_scale
-                self._offloaded.returns_early = self.plan.offloaded is not None and self.plan.offloaded.overlap
-            self._optimizer.step()
+            self._update.step(self._gradients.trained.values(), self._gradients.pending_scale)
         self._optimizer.zero_grad(set_to_none=True)
         self._count_step()
         return mean
@@ -284,7 +277,7 @@ class Engine(LoopMethods):
         with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
             self._finish_update()
             loss = self._step_runner.evaluate(inputs, targets)
-            check_transfers(self.slots, self.mesh.world_group)
+            self.storage.check_transfers()
             return loss
 
     @torch.no_grad()
@@ -307,7 +300,7 @@ class Engine(LoopMethods):
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
         with cache:
             output = self._step_runner.predict(inputs, compare=compare)
-        check_transfers(self.slots, self.mesh.world_group)
+        self.storage.check_transfers()
         return output
 
     @torch.no_grad()
@@ -474,8 +467,7 @@ class Engine(LoopMethods):
 
     def summary(self) -> Summary:
         """The types of parameters, gradients and states, and the sizes on this rank."""
-        offload = None if self.slots is None else self.slots.describe()
-        return summarize(self.plan, self.sharded, self._optimizer, offload)
+        return summarize(self.plan, self.sharded, self._optimizer, self.storage.describe())
 
 
 def _step_runner_for(

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.comm.sharding import to_local
+from tensorshard.comm.sharding import local_gradients, to_local
 from tensorshard.comm.world import world
 from tensorshard.engine.fused_updates import fused_updates_of_shards
-from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor, local_gradients
+from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_backward import PartOfGraph, watch_output
 from tensorshard.engine.guards.module_changes import ModuleChanges
@@ -296,8 +296,8 @@ class ManualLoop:
         if self._scaler is not None or counted:  # these gradients still need a factor, and earlier ones do not
             for parameter in self._gradients.trained.values():
                 if parameter.grad is not None:
-                    offloaded = self._gradients.offloaded is not None  # its place is that of the next one, too
-                    self._earlier.append((parameter, parameter.grad.clone() if offloaded else parameter.grad))
+                    moves = self._gradients.moves_gradients  # to where the next one will be, too
+                    self._earlier.append((parameter, parameter.grad.clone() if moves else parameter.grad))
                     parameter.grad = None
 
     @torch.no_grad()
@@ -373,7 +373,7 @@ class ManualLoop:
         fields = []
         if self._scaler is not None:
             fields.append("precision='fp16', which skips steps whose gradients overflow")
-        if self._gradients.offloaded is not None:
+        if self._gradients.moves_gradients:
             fields.append("offloaded gradients, which engine.optimizer alone can read")
         if fields:
             raise RuntimeError(

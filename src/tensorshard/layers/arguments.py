@@ -47,9 +47,11 @@ def check_same_ranks(own: dist.ProcessGroup, group: Group | None, what: str) -> 
     """
     if group is None:
         return
-    held, given = dist.get_process_group_ranks(own), dist.get_process_group_ranks(resolve_group(group))
-    if held != given:
-        raise ValueError(f"{what} is split over the ranks {held}, and group= names the ranks {given}: leave group= out")
+    ranks, given = dist.get_process_group_ranks(own), dist.get_process_group_ranks(resolve_group(group))
+    if ranks != given:
+        raise ValueError(
+            f"{what} is split over the ranks {ranks}, and group= names the ranks {given}: leave group= out"
+        )
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -101,20 +101,20 @@ def _is_split(mark: ParallelMark) -> bool:
     return mark.group is None or mark.group.size() > 1
 
 
-def _as_row_input(input: torch.Tensor, held: int, full: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's shard of the input of a row layer: `held` of its `full` input features."""
+def _as_row_input(input: torch.Tensor, part: int, full: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's shard of the input of a row layer: `part` of its `full` input features."""
     mark = get_mark(input)
     width = input.size(-1)
     is_shard = mark is not None and _is_of_features(mark, input)
-    if is_shard and width == held:
+    if is_shard and width == part:
         return input
     if not is_shard:
         expected = shard_range(width, group.size(), group.rank())[1]
-        if width == full or (full is None and width != held and expected == held):
+        if width == full or (full is None and width != part and expected == part):
             return scatter(input, -1, group)
-        if width == held:  # it has no mark, but the size of this rank's shard
+        if width == part:  # it has no mark, but the size of this rank's shard
             return input
-    needed = f"its shard of {held}" if full is None else f"all {full} input features, or its shard of {held}"
+    needed = f"its shard of {part}" if full is None else f"all {full} input features, or its shard of {part}"
     raise ValueError(
         "an input of shape "
         f"{list(input.shape)}{' marked as split along its last dimension' if is_shard else ''} was given to "

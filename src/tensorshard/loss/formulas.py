@@ -12,11 +12,12 @@ gradient follow from them without further communication. The formulas are the sa
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tensorshard.comm import primitives
 
@@ -56,8 +57,8 @@ class CrossEntropySpec:
         ignore_index, label_smoothing, reduction: as in ``F.cross_entropy``.
         z_loss: this times the squared log-sum-exp is added (Chowdhery et al. 2022).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, 2024); None: they are taken as they are.
-        token_scaling: whether a token's loss is multiplied by its target's probability, taken as a constant (dynamic
-            fine-tuning: Wu et al. 2025).
+        use_token_scaling: whether a token's loss is multiplied by its target's probability, taken as a constant
+            (dynamic fine-tuning: Wu et al. 2025).
         return_lse, return_token_accuracy: what is returned beside the loss.
 
     Raises:
@@ -70,7 +71,7 @@ class CrossEntropySpec:
     z_loss: float = 0.0
     reduction: str = "mean"
     softcap: float | None = None
-    token_scaling: bool = False
+    use_token_scaling: bool = False
     return_lse: bool = False
     return_token_accuracy: bool = False
 
@@ -83,6 +84,11 @@ class CrossEntropySpec:
             raise ValueError(f"z_loss={self.z_loss} was given: use 0 or more")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap} was given: use a number above 0, or None for no cap")
+
+    @classmethod
+    def of(cls, module: nn.Module, classes: int) -> "CrossEntropySpec":
+        """The options that `module` has as attributes now."""
+        return cls(classes, **{option.name: getattr(module, option.name) for option in fields(cls)[1:]})
 
     def result(
         self, loss: torch.Tensor, lse: torch.Tensor | None, accuracy: torch.Tensor | None, shape: torch.Size
@@ -142,8 +148,8 @@ def local_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[N]: the column of each target among the classes [start, start + width), or 0; and whether it is among them."""
     columns = targets - start
-    here = (columns >= 0) & (columns < width) & (targets != ignore_index)
-    return columns.where(here, 0), here
+    is_local = (columns >= 0) & (columns < width) & (targets != ignore_index)
+    return columns.where(is_local, 0), is_local
 
 
 # -- the loss --
@@ -180,15 +186,19 @@ def weigh_targets(
     return TargetWeights(valid, valid.sum(), of_target, of_target.sum(), class_weight.sum())
 
 
-def reduce_loss(found: Statistics, weights: TargetWeights, spec: CrossEntropySpec) -> torch.Tensor:
+def reduce_loss(statistics: Statistics, weights: TargetWeights, spec: CrossEntropySpec) -> torch.Tensor:
     """The loss, from the statistics of all classes: [N] or a scalar, as ``spec.reduction`` says."""
-    losses = (1 - spec.label_smoothing) * weights.of_target * (found.lse - found.target_logit).where(weights.valid, 0)
-    if found.weighted_sum is not None:
-        smooth = weights.of_all * found.lse - found.weighted_sum
+    losses = (
+        (1 - spec.label_smoothing)
+        * weights.of_target
+        * (statistics.lse - statistics.target_logit).where(weights.valid, 0)
+    )
+    if statistics.weighted_sum is not None:
+        smooth = weights.of_all * statistics.lse - statistics.weighted_sum
         losses = losses + (spec.label_smoothing / spec.classes) * smooth.where(weights.valid, 0)
-    squares = (spec.z_loss * found.lse.square()).where(weights.valid, 0) if spec.z_loss else None
-    if spec.token_scaling:
-        probability = _target_probability(found, weights)
+    squares = (spec.z_loss * statistics.lse.square()).where(weights.valid, 0) if spec.z_loss else None
+    if spec.use_token_scaling:
+        probability = _target_probability(statistics, weights)
         losses, squares = losses * probability, None if squares is None else squares * probability
     if spec.reduction == "none":
         return losses if squares is None else losses + squares
@@ -199,17 +209,17 @@ def reduce_loss(found: Statistics, weights: TargetWeights, spec: CrossEntropySpe
     return mean if squares is None else mean + squares.sum() / weights.num_valid
 
 
-def token_accuracy(found: Statistics, weights: TargetWeights, spec: CrossEntropySpec) -> torch.Tensor | None:
+def token_accuracy(statistics: Statistics, weights: TargetWeights, spec: CrossEntropySpec) -> torch.Tensor | None:
     """The accuracy of a :class:`CrossEntropyOutput`, in fp32; None where it was not asked for."""
-    if found.hit is None:
+    if statistics.hit is None:
         return None
-    hits = ((found.hit > 0) & weights.valid).float()
+    hits = ((statistics.hit > 0) & weights.valid).float()
     return hits if spec.reduction == "none" else hits.sum() / weights.num_valid
 
 
-def _target_probability(found: Statistics, weights: TargetWeights) -> torch.Tensor:
+def _target_probability(statistics: Statistics, weights: TargetWeights) -> torch.Tensor:
     """[N]: the softmax's probability of each target; 0 for ignored ones."""
-    return (found.target_logit - found.lse).detach().exp().where(weights.valid, 0)
+    return (statistics.target_logit - statistics.lse).detach().exp().where(weights.valid, 0)
 
 
 # -- its gradient --
@@ -228,29 +238,29 @@ class Slopes(NamedTuple):
 def find_slopes(
     grad: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
-    found: Statistics,
+    statistics: Statistics,
     weights: TargetWeights,
     spec: CrossEntropySpec,
 ) -> Slopes:
     """The slopes, from the gradients that arrive for the loss and for the log-sum-exps [N].
 
     The slope at the target is a small difference of two large terms. It is one number a token, so it is computed here,
-    where `found` may be of a wider type than the logits.
+    where `statistics` may be of a wider type than the logits.
     """
-    dtype, mean = found.lse.dtype, spec.reduction == "mean"
-    grad = found.lse.new_zeros(()) if grad is None else grad.to(dtype)
+    dtype, mean = statistics.lse.dtype, spec.reduction == "mean"
+    grad = statistics.lse.new_zeros(()) if grad is None else grad.to(dtype)
     of_loss = (grad / weights.normalizer if mean else grad).where(weights.valid, 0)
-    probability = _target_probability(found, weights)
-    if spec.token_scaling:
+    probability = _target_probability(statistics, weights)
+    if spec.use_token_scaling:
         of_loss = of_loss * probability
     of_target = (1 - spec.label_smoothing) * of_loss * weights.of_target
     smoothing = of_loss * (spec.label_smoothing / spec.classes) if spec.label_smoothing else None
     of_softmax = of_target if smoothing is None else of_target + smoothing * weights.of_all
     if spec.z_loss:
         of_square = (grad / weights.num_valid if mean else grad).where(weights.valid, 0)
-        if spec.token_scaling:
+        if spec.use_token_scaling:
             of_square = of_square * probability
-        of_softmax = of_softmax + 2 * spec.z_loss * of_square * found.lse
+        of_softmax = of_softmax + 2 * spec.z_loss * of_square * statistics.lse
     if grad_lse is not None:
         of_softmax = of_softmax + grad_lse.to(dtype)
     at_target = of_softmax * probability - of_target

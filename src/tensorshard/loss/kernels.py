@@ -17,11 +17,7 @@ from tensorshard.loss.formulas import cap, cap_slope, softmax_slope
 from tensorshard.torch_private.dispatch import has_dispatch_mode
 
 _BLOCK = 128
-
-
 _SMALLEST_BLOCK = 32
-
-
 _LEVELS = 127
 
 

@@ -52,12 +52,12 @@ def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..
         def run(ctx: Any, *grads: Any) -> Any:
             asked = torch.is_grad_enabled()
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                gradients = backward(ctx, *grads)
             if not asked:
-                return found
-            given = [value for value in found if isinstance(value, torch.Tensor)]
+                return gradients
+            given = [value for value in gradients if isinstance(value, torch.Tensor)]
             refusing = iter(_Refusing.apply(what, torch.zeros((), requires_grad=True), *given) if given else ())
-            return tuple(next(refusing) if isinstance(value, torch.Tensor) else value for value in found)
+            return tuple(next(refusing) if isinstance(value, torch.Tensor) else value for value in gradients)
 
         return run
 
@@ -112,19 +112,19 @@ class _Head(Function):
             norms = input.new_empty(len(weight), dtype=precision.wide) if spec.normalize else None
             tiles = Tiles(input.to(precision.compute), weight, bias, sample, norms, precision)
             columns = Columns(targets, options.ignore_index, spec.start, len(weight), sample)
-            found, own = run_forward(tiles, columns, _own(class_weight, weight, spec), spec)
+            statistics, own = run_forward(tiles, columns, _own_weight(class_weight, weight, spec), spec)
             weights = weigh_targets(targets, class_weight, options, torch.float64)
-            loss = reduce_loss(found, weights, options)
-            accuracy = token_accuracy(found, weights, options)
+            loss = reduce_loss(statistics, weights, options)
+            accuracy = token_accuracy(statistics, weights, options)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         # Saved tensors must not share memory with the result, or they would keep it alive. All are made here.
         ctx.save_for_backward(
-            input, weight, bias, targets, class_weight, sample, norms, found.lse, found.target_logit, *own
+            input, weight, bias, targets, class_weight, sample, norms, statistics.lse, statistics.target_logit, *own
         )
         if accuracy is not None:
             ctx.mark_non_differentiable(accuracy)
-        lse = found.lse.to(precision.wide, copy=True) if options.return_lse else None
+        lse = statistics.lse.to(precision.wide, copy=True) if options.return_lse else None
         return loss.to(precision.wide), lse, accuracy
 
     @staticmethod
@@ -147,7 +147,7 @@ class _Head(Function):
             elif needs_weight or needs_bias:
                 sink = Gradients(tiles, weight if needs_weight else None, bias if needs_bias else None)
             total = torch.zeros_like(input, dtype=precision.wide) if needs_input else None
-            own_weight = _own(class_weight, weight, spec)
+            own_weight = _own_weight(class_weight, weight, spec)
             run_backward(tiles, columns, own_weight, lse, OwnLogits(*rest), slopes, sink, total, spec)
             if spec.optimizer is not None:
                 spec.optimizer.end()
@@ -201,22 +201,14 @@ def head_loss(
     return _Head.apply(flat, weight, bias, anchor, targets, class_weight, extras.sample, spec)
 
 
-def _own(class_weight: torch.Tensor | None, weight: torch.Tensor, spec: HeadSpec) -> torch.Tensor | None:
+def _own_weight(class_weight: torch.Tensor | None, weight: torch.Tensor, spec: HeadSpec) -> torch.Tensor | None:
     """This rank's part of the class weights."""
     return None if class_weight is None else class_weight.narrow(0, spec.start, len(weight))
 
 
-# Whatever is done with a scalar loss later only multiplies its gradients by a factor. So once the log-sum-exps of some
-# rows are known, the gradients are computed from their logits at once. No logits are computed twice, and only those of
-# some rows are ever kept. (Liger Kernel computes a fused linear cross entropy this way, a chunk of rows at a time. Here
-# the classes of a chunk are computed a tile at a time, too, so that softmax finds each tile in the cache.)
 # The logits of some rows take about this many bytes; more if the weight itself takes several times as many.
 _CPU_BYTES = 64 << 20
-
-
 _DEVICE_BYTES = 512 << 20
-
-
 _FEWEST = 64
 
 
@@ -240,7 +232,7 @@ class _Gradients:
         input, weight, bias = tensors
         wide = spec.precision.wide
         weights = weigh_targets(targets, class_weight, spec.loss, torch.float64)
-        own_weight = _own(class_weight, weight, spec)
+        own_weight = _own_weight(class_weight, weight, spec)
         sink = SummedGradients(weight if needed[1] else None, bias if needed[2] else None, wide)
         total = torch.zeros_like(input, dtype=wide, memory_format=torch.contiguous_format) if needed[0] else None
         lse = input.new_empty(len(input), dtype=torch.float64)
@@ -254,20 +246,20 @@ class _Gradients:
                 room = part.new_empty(len(part) * len(weight), dtype=wide)
             tiles = Tiles(part.to(spec.precision.compute), weight, bias, None, None, spec.precision)
             columns = Columns(targets[rows], spec.loss.ignore_index, spec.start, len(weight), None)
-            found, own = run_forward(tiles, columns, own_weight, spec, room)
-            lse[rows], picked[rows] = found.lse, found.target_logit
-            if smoothed is not None and found.weighted_sum is not None:
-                smoothed[rows] = found.weighted_sum
+            statistics, own = run_forward(tiles, columns, own_weight, spec, room)
+            lse[rows], picked[rows] = statistics.lse, statistics.target_logit
+            if smoothed is not None and statistics.weighted_sum is not None:
+                smoothed[rows] = statistics.weighted_sum
             of_rows = TargetWeights(
                 weights.valid[rows], weights.num_valid, weights.of_target[rows], weights.normalizer, weights.of_all
             )
-            slopes = find_slopes(one, None, found, of_rows, spec.loss)
+            slopes = find_slopes(one, None, statistics, of_rows, spec.loss)
             sink.begin(tiles)
             run_backward(
                 tiles,
                 columns,
                 own_weight,
-                found.lse,
+                statistics.lse,
                 own,
                 slopes,
                 sink if needed[1] or needed[2] else None,
@@ -311,11 +303,11 @@ class _LossWithGradients(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         spec: HeadSpec = ctx.spec
         input, weight, bias, targets, class_weight = ctx.saved_tensors
-        found, ctx.gradients = ctx.gradients, None
+        gradients, ctx.gradients = ctx.gradients, None
         with without_autocast(input):
-            if found is None:  # a second backward: the first one gave the gradients to autograd
-                found = _Gradients((input, weight, bias), ctx.needs_input_grad[:3], targets, class_weight, spec)
-            of_input, of_weight, of_bias = found.times(grads[0])
+            if gradients is None:  # a second backward: the first one gave the gradients to autograd
+                gradients = _Gradients((input, weight, bias), ctx.needs_input_grad[:3], targets, class_weight, spec)
+            of_input, of_weight, of_bias = gradients.times(grads[0])
             if of_input is not None and spec.group is not None and spec.sum_input_grad:
                 primitives.all_reduce(of_input, spec.group)
         return (

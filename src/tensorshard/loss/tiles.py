@@ -53,17 +53,9 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 # A tile's logits and rows of the weight together take about this many bytes: on the CPU what the caches of two cores
 # hold (widths of 1024 to 2048 were fastest at 256 samples of 512 features), elsewhere enough to fill a GPU.
 _CPU_BYTES = 6 << 20
-
-
 _DEVICE_BYTES = 256 << 20
-
-
 _NARROWEST, _WIDEST = 512, 1 << 16
-
-
 _MULTIPLE = 128
-
-
 _SMALLEST_NORM = 1e-12  # as in F.normalize
 
 
@@ -214,13 +206,13 @@ class Columns:
     def __init__(
         self, targets: torch.Tensor, ignore_index: int, start: int, width: int, sample: torch.Tensor | None
     ) -> None:
-        local, self.here = local_columns(targets, ignore_index, start, width)
+        local, self.is_local = local_columns(targets, ignore_index, start, width)
         self._columns = local if sample is None else torch.searchsorted(sample, local)
 
     def inside(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """[N, 1]: a column of the tile, the target's if it is inside; and [N, 1]: whether it is."""
         columns = self._columns - tile.begin
-        inside = self.here & (columns >= 0) & (columns < tile.width)
+        inside = self.is_local & (columns >= 0) & (columns < tile.width)
         return columns.where(inside, 0)[:, None], inside[:, None]
 
 

@@ -272,7 +272,7 @@ def run_forward(
 
     changed = own_target
     if spec.margin is not None:
-        changed = (spec.margin.apply(own_target / spec.scale)[0] * spec.scale).where(columns.here, 0)
+        changed = (spec.margin.apply(own_target / spec.scale)[0] * spec.scale).where(columns.is_local, 0)
     own = Statistics(
         reference + total.log(),
         changed,

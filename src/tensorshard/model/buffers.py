@@ -9,7 +9,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from tensorshard.torch_private.modules import (
     NormBase,
-    SpectralNormVectors,
     buffer_at,
     buffer_names,
     forward_pre_hooks,
@@ -71,13 +70,15 @@ class BufferValues:
         modules: Iterable[nn.Module],
         wanted: Callable[[torch.Tensor, list[Registration]], bool] = lambda buffer, places: True,
     ) -> None:
-        found: dict[int, tuple[torch.Tensor | None, list[Registration]]] = {}
+        registered: dict[int, tuple[torch.Tensor | None, list[Registration]]] = {}
         for module in modules:
             for name in buffer_names(module):
                 buffer = buffer_at(module, name)
-                found.setdefault(id(buffer), (buffer, []))[1].append((module, name))
+                registered.setdefault(id(buffer), (buffer, []))[1].append((module, name))
         self._kept = [
-            _Kept.of(buffer, places) for buffer, places in found.values() if buffer is None or wanted(buffer, places)
+            _Kept.of(buffer, places)
+            for buffer, places in registered.values()
+            if buffer is None or wanted(buffer, places)
         ]
 
     def changed(self) -> list[list[Registration]]:
@@ -128,26 +129,6 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, NormBase) or all(name in own_buffers(module) for name in STATISTICS)
 
 
-def running_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that a training forward of `model`'s normalizations changes."""
-    return buffers_of(modules_with_statistics(model))
-
-
-def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
-    """The modules in `model` that have such buffers: batch and instance normalizations, and spectral norms."""
-    return [module for module in model.modules() if keeps_statistics(module) or _iterates(module)]
-
-
-def buffers_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The buffers that `modules` hold themselves at this moment."""
-    return [buffer for module in modules for buffer in own_buffers(module).values()]
-
-
 def spectral_norm_hooks(module: nn.Module) -> list[SpectralNorm]:
     """The hooks of :func:`torch.nn.utils.spectral_norm`, which compute a weight before each forward of `module`."""
     return [hook for hook in forward_pre_hooks(module) if isinstance(hook, SpectralNorm)]
-
-
-def _iterates(module: nn.Module) -> bool:
-    """Whether each training forward takes one more step of a power iteration."""
-    return isinstance(module, SpectralNormVectors) or bool(spectral_norm_hooks(module))

@@ -41,14 +41,14 @@ def transformers_inputs(model: nn.Module) -> list[Inputs]:
         beside["decoder_input_ids"] = _token_ids(config)[:, :-1]
     if "use_cache" in accepted:
         beside["use_cache"] = False
-    found = []
+    candidates = []
     for value in _values(config, main):
-        found.append({main: value, **beside})
+        candidates.append({main: value, **beside})
         if main == "input_ids" and "pixel_values" in accepted and _look_up(config, "image_size") is not None:
-            found.append({main: value, "pixel_values": _image(config), **beside})
+            candidates.append({main: value, "pixel_values": _image(config), **beside})
     if main == "states":  # a decision transformer, with earlier actions and rewards
-        found.insert(0, _decisions(config))
-    return found
+        candidates.insert(0, _decisions(config))
+    return candidates
 
 
 def tokens(vocabulary: int, special: frozenset[int] = frozenset()) -> torch.Tensor:

@@ -256,6 +256,6 @@ def _may_refer(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     if not isinstance(value, FunctionType):
         return True
-    held = [inner for cell in value.__closure__ or () for inner in contents_of(cell)]
-    held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return any(_may_refer(inner, seen) for inner in held)
+    contents = [inner for cell in value.__closure__ or () for inner in contents_of(cell)]
+    contents += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return any(_may_refer(inner, seen) for inner in contents)

@@ -61,13 +61,13 @@ class Role(IntEnum):
     RANDOM_STREAM = auto()
     """Tensor-parallel ranks draw different random numbers where their activations differ."""
     SEQUENCE_INPUTS = auto()
-    """A module gets whole sequences, though its rank has a part."""
+    """A module gets full sequences, though its rank has a part."""
     SEQUENCE_WHOLE = auto()
-    """A module computes whole sequences. Its inputs are gathered, and its outputs cut."""
+    """A module computes full sequences. Its inputs are gathered, and its outputs cut."""
     SEQUENCE_GRADIENTS = auto()
     """The gradients of parameters that are applied to a part of the sequence are summed."""
     SEQUENCE_LENGTH = auto()
-    """A block is told how long the sequence is."""
+    """A block gets the length of the full sequence."""
     UNCOMPILED = auto()
     """The roles of tensor parallelism run uncompiled, between compiled code."""
     UNCOMPUTED_LOGITS = auto()

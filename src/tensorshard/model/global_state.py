@@ -87,13 +87,13 @@ class _Variables:
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if isinstance(value, FunctionType):
-            held: Any = (value.__defaults__, value.__kwdefaults__, vars(value))
+            contents: Any = (value.__defaults__, value.__kwdefaults__, vars(value))
         elif type(value) in _CONTAINERS:
             if len(value) > _MOST_ITEMS:
                 return
-            held = value
+            contents = value
         elif type(value) is tuple:
-            held = value
+            contents = value
         else:
             return
         if not depth or id(value) in seen:
@@ -102,7 +102,7 @@ class _Variables:
         container = vars(value) if isinstance(value, FunctionType) else value
         if type(container) in _CONTAINERS:
             self._containers.append((container, _CONTAINERS[type(container)](container)))  # type: ignore[call-arg]
-        for inner in list(held.values() if isinstance(held, dict) else held):
+        for inner in list(contents.values() if isinstance(contents, dict) else contents):
             if inner is not None:
                 self._note(inner, depth - 1, seen)
 

@@ -74,14 +74,14 @@ def _convolved(model: nn.Module, layer: nn.Module) -> list[torch.Tensor]:
 
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
     """Image sizes that the model's attributes give."""
-    found = []
+    sizes = []
     for name in ("image_size", "img_size", "image_shape", "input_size"):
         value = getattr(model, name, None)
         if isinstance(value, int):
-            found.append((value, value))
+            sizes.append((value, value))
         elif isinstance(value, tuple | list) and len(value) >= 2:
-            found.append((value[-2], value[-1]))
-    return found
+            sizes.append((value[-2], value[-1]))
+    return sizes
 
 
 def _images_of_patches(model: nn.Module, features: int) -> list[torch.Tensor]:
@@ -102,8 +102,8 @@ def _images_of_patches(model: nn.Module, features: int) -> list[torch.Tensor]:
 def _sides_of_tables(model: nn.Module) -> Iterator[int]:
     """The square roots of the rows of the tables that the model and its parts hold, registered or not."""
     for module in model.modules():
-        held = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
-        for table in held:
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
+        for table in tensors:
             if not isinstance(table, torch.Tensor) or table.ndim not in (2, 3) or (table.ndim == 3 and len(table) > 1):
                 continue
             for extra in range(_MOST_EXTRA_TOKENS + 1):

@@ -58,11 +58,11 @@ def raised_in_operation(error: Exception) -> bool:
 
 
 def _frames(traceback: TracebackType | None) -> list[FrameType]:
-    found = []
+    frames = []
     while traceback is not None:
-        found.append(traceback.tb_frame)
+        frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 def _is_of_package(frame: FrameType) -> bool | None:

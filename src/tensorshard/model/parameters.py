@@ -59,7 +59,7 @@ def buffer_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def check_own_memory(module: nn.Module) -> None:
-    """Refuses parameters and buffers in the memory of a trained parameter: laid out, they would not follow its updates.
+    """Refuses parameters and buffers in the memory of a trained parameter: a plan would give them memory of their own.
 
     Raises:
         ValueError: there is one. Views in plain attributes are refused where values are taken out of the model.

@@ -12,14 +12,14 @@ from tensorshard.torch_private.modules import own_parameters
 
 def find_experts(block: nn.Module) -> dict[str, nn.Module]:
     """The modules in `block` that hold stacked experts: two or more parameters of their own, [experts, a, b] each."""
-    found = {}
+    experts = {}
     for name, module in block.named_modules():
         shapes = [p.shape for p in own_parameters(module).values()]
         stacked = [shape for shape in shapes if len(shape) == 3]
         counts = {shape[0] for shape in stacked}
         if len(stacked) > 1 and len(counts) == 1 and counts != {1} and len(list(module.parameters())) == len(shapes):
-            found[name] = module
-    return found
+            experts[name] = module
+    return experts
 
 
 def use_placeholder_outputs(model: nn.Module) -> None:

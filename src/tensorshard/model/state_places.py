@@ -76,7 +76,7 @@ class SamePlaces:
         compared = {id(place) for place in (*tables, *dicts, *empty)}
         self._empty = [place.holder for place in empty]
         self._others = [place.is_same for place in places if id(place) not in compared]
-        self._holders = [place.holder for place in (*tables, *dicts)]
+        self._holders = [*(place.holder for place in tables), *(place.holder for place in dicts)]
         self._sizes = [len(place.values) for place in (*tables, *dicts)]
         # What every module has comes first in its ``__dict__``, and is left out.
         self._firsts = [next((i for i, n in enumerate(p.names) if not _is_machinery(n)), len(p.names)) for p in tables]

@@ -37,13 +37,13 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
     Containers are those of pytree (tuples, lists, dicts, what libraries register, such as the outputs of transformers),
     dataclasses, and the records of the standard library (``SimpleNamespace``, ``UserDict``, ``UserList``).
     """
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif is_record(leaf):
-            found += tensor_leaves([getattr(leaf, name) for name in set_fields(leaf)])
-    return found
+            tensors += tensor_leaves([getattr(leaf, name) for name in set_fields(leaf)])
+    return tensors
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -69,7 +69,7 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
 
     Modules and classes are not entered: their tensors are not those of a result.
     """
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -78,7 +78,7 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
             continue
         seen.add(id(current))
         if isinstance(current, torch.Tensor):
-            found.append(current)
+            tensors.append(current)
             continue
         waiting += (leaf for leaf in tree_leaves(current) if leaf is not current)
         if isinstance(current, Mapping):
@@ -92,7 +92,7 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
         else:
             waiting += getattr(current, "__dict__", {}).values()
             waiting += (getattr(current, name) for _, name in slots_of(current) if hasattr(current, name))
-    return found
+    return tensors
 
 
 def is_record(leaf: Any) -> bool:
@@ -224,7 +224,7 @@ class Structure:
         return tree_unflatten([_built(leaf, tensors) for leaf in self.leaves], self.spec)
 
     def opaque(self) -> list[str]:
-        """The classes of the objects in it that cannot be taken apart."""
+        """The classes of the objects in it that are no containers of tensors."""
         kinds: list[str] = []
         for leaf in self.leaves:
             if isinstance(leaf, Opaque):

@@ -81,7 +81,7 @@ class PreNormBlock(nn.Module):
 def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the targets that count, and how many those are.
 
-    The sum and the count are given apart because batches differ in how many targets count: the mean over
+    The sum and the count are returned separately because batches differ in how many targets count: the mean over
     several of them is the sum of sums over the sum of counts.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.offload.slots import DeviceSlot, OffloadedMaster, Slot, SlotSpec, laid_out_like
+from tensorshard.offload.tiers import DeviceSlot, OffloadedMaster, Slot, SlotSpec, laid_out_like
 from tensorshard.offload.updates import counts_steps, initial_step, state_keys
 
 

@@ -17,8 +17,8 @@ class ScratchFile:
     """A file without a name, for direct I/O and for tensors that are mapped to it. Its space is reserved in advance.
 
     Steps read and write it without the page cache, by :meth:`read` and :meth:`write`, from several threads at once.
-    Between steps, checkpoints and the user get tensors that are mapped to it, by :meth:`tensor`. Call :meth:`settle`
-    before steps use it again.
+    Between steps, checkpoints and the user get tensors that are mapped to it, by :meth:`tensor`. Before steps use it
+    again, call :meth:`sync_mapping`.
 
     Args:
         folder: where it is.
@@ -88,7 +88,7 @@ class ScratchFile:
         """
         self._transfer(os.pwritev, values, offset, "written")
 
-    def settle(self) -> None:
+    def sync_mapping(self) -> None:
         """Writes the changes of mapped tensors to the disk, and drops the file from the page cache."""
         os.fdatasync(self._descriptor)  # this includes mapped pages
         for mapped in self._maps.values():

@@ -15,7 +15,7 @@ from tensorshard.comm.world import world
 from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.offload.device_copies import CopyToHost, DeviceCopies
 from tensorshard.offload.scratch_file import round_up
-from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
+from tensorshard.offload.tiers import TILE_ALIGNMENT, Slot
 
 _MOST_BYTES = 24  # of an element: its gradient, master weight, three states and fp32 copy
 _THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each

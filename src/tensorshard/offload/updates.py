@@ -4,7 +4,7 @@ A tile's gradient, weights and states fit in a processor's cache. So casting and
 the 16-bit copy of its weights together read and write main memory once. One pass over the whole model for each of them
 would do so several times. The kernels are those that the optimizer itself calls, and they compute element by element.
 Only at a tensor's end, which may not be a whole vector, a kernel may round differently. So tiles begin at multiples of
-:data:`~tensorshard.offload.slots.TILE_ALIGNMENT`.
+:data:`~tensorshard.offload.tiers.TILE_ALIGNMENT`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -26,7 +26,6 @@ from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
 from tensorshard.engine.guards.optimizer_probe import check_optimizer
-from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
 from tensorshard.host.process_settings import HostHeap, schedule_as_batch
@@ -34,7 +33,6 @@ from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.model.transformers_settings import GenerationCache
-from tensorshard.offload.slots import Slots
 from tensorshard.parallelize.checks import as_device, check_arguments, check_model
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.parallelize.parallel_layers import split_by_hand
@@ -50,6 +48,7 @@ from tensorshard.passes.precision import check_supported
 from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
@@ -103,17 +102,8 @@ def build_engine(
             check_model(source.module, plan)
             _check_rules(source.module, rules, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
-        heap = None
-        if device.type == "cpu" and not world().is_simulated:
-            heap = HostHeap(
-                ranks_here(),
-                spares_memory=plan.spares_memory,
-                keeps_nothing=plan.offloaded is not None and plan.offloaded.parameters is not None,
-                say=mesh.rank == 0,
-            )
-            if mesh.world_size > 1:
-                schedule_as_batch()
-        slots = open_tiers(plan, mesh, device, off_device=off_device)
+        heap = _host_heap(plan, mesh) if device.type == "cpu" and not world().is_simulated else None
+        storage = open_storage(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)
         with cache.off():
@@ -124,7 +114,7 @@ def build_engine(
                 device,
                 broadcast=broadcast,
                 sample_inputs=sample_inputs,
-                slots=slots,
+                storage=storage,
                 decisions=decisions,
             )
         if debug:
@@ -143,7 +133,7 @@ def build_engine(
             cache=cache,
             own_rules=rules,
             debug=debug,
-            slots=slots,
+            storage=storage,
             heap=heap,
         )
         check_optimizer(
@@ -166,6 +156,22 @@ def build_engine(
     return engine
 
 
+def open_storage(plan: Plan, mesh: Mesh, device: torch.device, *, off_device: bool | None = None) -> Storage:
+    """Where this rank's states, parameters and activations go. A collective of the mesh, if the plan offloads.
+
+    Args:
+        off_device: whether offloaded values leave the device's memory for the host's; None to ask the device.
+
+    Raises:
+        ValueError: the folder cannot hold a scratch file, or `device` cannot offload under this plan.
+    """
+    if plan.offloaded is None:
+        return DeviceStorage()
+    from tensorshard.offload.tiered_storage import open_tiers
+
+    return open_tiers(plan, plan.offloaded, mesh, device, off_device=off_device)
+
+
 def shard_model(
     source: TensorSource,
     plan: Plan,
@@ -174,7 +180,7 @@ def shard_model(
     *,
     broadcast: bool,
     sample_inputs: Any = None,
-    slots: Slots | None = None,
+    storage: Storage,
     decisions: Decisions | None = None,
 ) -> ShardedModel:
     """The source's model, sharded over `mesh` as `plan` says, with its values on `device`.
@@ -182,7 +188,7 @@ def shard_model(
     Args:
         broadcast: whether all ranks take the values of the mesh's first rank, because their own may differ.
         sample_inputs: inputs on which the model is run to find out how it can be split and cut; None to guess them.
-        slots: where offloaded values go; None if the plan offloads nothing.
+        storage: where values are kept.
         decisions: decisions of another rank of this plan, to use again; None to decide.
     """
     model = source.module
@@ -192,7 +198,7 @@ def shard_model(
         from tensorshard.parallelize.split_tensors import choose_table
 
         decisions.table = choose_table(source, plan, mesh, sample_inputs)
-    context = PassContext(plan, mesh, device, decisions.table, by_hand, slots)
+    context = PassContext(plan, mesh, device, decisions.table, by_hand, storage=storage)
     if mesh.degrees["pp"] > 1:
         from tensorshard.parallelize.stages import shard_stages
 
@@ -208,9 +214,21 @@ def shard_model(
         blocks=list(dict.fromkeys(find_blocks(model).values())) or [model],  # a model without blocks is one
         units=shard_units(model, plan.shard_units),
         computed=dict(model.named_modules()),
-        whole=model,
+        full_model=model,
     )
     return apply_passes(part, context)
+
+
+def _host_heap(plan: Plan, mesh: Mesh) -> HostHeap:
+    """The heap of a rank that computes on the host, which shares its cores with others."""
+    if mesh.world_size > 1:
+        schedule_as_batch()
+    return HostHeap(
+        ranks_here(),
+        spares_memory=plan.spares_memory,
+        keeps_nothing=plan.offloaded is not None and plan.offloaded.parameters is not None,
+        say=mesh.rank == 0,
+    )
 
 
 def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Parameter]) -> None:

@@ -195,7 +195,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
 
 def _check_unsplit(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, ParallelModule) and module.dim is not None and not _has_all(module.group, ranks):
+        if isinstance(module, ParallelModule) and module.dim is not None and not _is_full(module.group, ranks):
             raise ValueError(
                 f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
                 f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
@@ -204,14 +204,14 @@ def _check_unsplit(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None:
                 f"group=tensorshard.distributed.get_data_parallel_group()"
             )
     for name, mark in split_by_hand(model).items():
-        if mark.group is None or not _has_all(mark.group, ranks):
+        if mark.group is None or not _is_full(mark.group, ranks):
             raise ValueError(
                 f"{name!r} is marked as split, which this plan does not know of: give the model with whole parameters, "
                 f"or train it without a Plan"
             )
 
 
-def _has_all(group: dist.ProcessGroup, ranks: Sequence[int]) -> bool:
+def _is_full(group: dist.ProcessGroup, ranks: Sequence[int]) -> bool:
     """Whether all of `ranks` hold the same part of what is split over `group`: only this rank of them is in it."""
     members = set(dist.get_process_group_ranks(group))
     return len(members) == 1 or (bool(ranks) and members.intersection(ranks) == {dist.get_rank()})

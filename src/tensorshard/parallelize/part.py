@@ -2,21 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from tensorshard.comm.marks import ParallelMark
 from tensorshard.loss.logits.output_layers import OutputLogits
-from tensorshard.offload.slots import Slots
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-
-if TYPE_CHECKING:
-    from tensorshard.tensor_parallel.table.table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,15 @@ class PassContext:
         table: the table of tensor parallelism; None if no table splits the model.
         by_hand: how the parallel layers that the user built are split, by the names of their tensors. Then there is no
             table.
-        slots: where offloaded values go; None if the plan offloads nothing.
+        storage: where values are kept.
     """
 
     plan: Plan
     mesh: Mesh
     device: torch.device
-    table: "VerifiedTable | None" = None
+    table: VerifiedTable | None = None
     by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
-    slots: Slots | None = None
+    storage: Storage = field(default_factory=DeviceStorage)
 
 
 @dataclass
@@ -50,7 +47,7 @@ class Part:
         blocks: they are recomputed and compiled one by one; the module itself if it has none.
         units: lists of modules whose parameters are gathered and reduced together.
         computed: names and modules of what this rank computes.
-        whole: the model that this is a stage of, which no pass changes; else `module`.
+        full_model: the model that this is a stage of, which no pass changes; else `module`.
         elsewhere: names of the modules that only other stages compute, and of the modules inside of them.
         calls: for a stage: names of the units that the model calls, in order.
         returns_output: whether it returns the model's output, and not the input of another stage.
@@ -66,7 +63,7 @@ class Part:
     blocks: list[nn.Module]
     units: list[list[nn.Module]]
     computed: Mapping[str, nn.Module]
-    whole: nn.Module
+    full_model: nn.Module
     elsewhere: frozenset[str] = frozenset()
     calls: tuple[str, ...] = ()
     returns_output: bool = True

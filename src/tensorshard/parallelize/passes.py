@@ -2,16 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-from torch import nn
-
-from tensorshard.comm.decisions import succeed_together
-from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.parameters import assign_buffers
-from tensorshard.offload.activations import OffloadedActivations
-from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.parallelize.parallel_layers import tensor_split_of
 from tensorshard.parallelize.part import Part, PassContext
 from tensorshard.parallelize.tiled_logits import find_output_logits
@@ -85,15 +77,7 @@ def compilation(part: Part, context: PassContext) -> None:
 
 def offloaded_activations(part: Part, context: PassContext) -> None:
     """What blocks keep for backward goes to another tier; with recomputation, their inputs."""
-    if context.slots is not None and context.slots.activations is not None:
-        for block in part.blocks:
-            wrap_forward(block, Role.OFFLOADED_ACTIVATIONS, partial(_offloaded, context.slots.activations, block))
-
-
-def _offloaded(
-    activations: OffloadedActivations, block: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any
-) -> Any:
-    return activations.forward(block, forward, *args, **kwargs)
+    context.storage.move_activations(part.blocks)
 
 
 def buffers(part: Part, context: PassContext) -> None:
@@ -103,12 +87,11 @@ def buffers(part: Part, context: PassContext) -> None:
 
 def data_parallel(part: Part, context: PassContext) -> None:
     """Parameters get their values, and are sharded as the ZeRO level says; gradients are averaged."""
-    plan, slots = context.plan, context.slots
+    plan = context.plan
     reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
     if plan.shards_parameters:
         from tensorshard.data_parallel.fully_sharded import FullyShardedModel
 
-        offloads = slots is not None and slots.offload.parameters is not None
         part.sharded = FullyShardedModel(
             part.module,
             part.local_value,
@@ -117,10 +100,8 @@ def data_parallel(part: Part, context: PassContext) -> None:
             part.split,
             precision=plan.precision,
             reduce_dtype=reduce_dtype,
-            offloaded=OffloadedParameters(slots) if slots is not None and offloads else None,
+            storage=context.storage,
         )
-        if offloads:
-            succeed_together(part.sharded.check_offloaded, context.mesh.world_group, "parallelize")
     else:
         from tensorshard.data_parallel.replicated import ReplicatedModel
 
@@ -134,18 +115,18 @@ def data_parallel(part: Part, context: PassContext) -> None:
             level=int(plan.zero),
             precision=plan.precision,
             reduce_dtype=reduce_dtype,
-            slots=None if slots is None or slots.offload.optimizer is None else slots,
+            storage=context.storage,
         )
     part.sharded.logits = part.logits
 
 
-def whole_parameters(part: Part, context: PassContext) -> None:
-    """Split parameters look whole to code that is not the model's."""
+def full_parameters(part: Part, context: PassContext) -> None:
+    """Split parameters look full to code that is not the model's."""
     assert part.sharded is not None
     if part.split.size > 1:
-        from tensorshard.tensor_parallel.apply.whole_parameters import WholeParameters
+        from tensorshard.tensor_parallel.apply.user_views import UserViews
 
-        part.sharded.whole_views.append(WholeParameters(part.module, part.split, part.sharded.full_shapes()))
+        part.sharded.whole_views.append(UserViews(part.module, part.split, part.sharded.full_shapes()))
 
 
 PASSES: tuple[Callable[[Part, PassContext], None], ...] = (
@@ -158,7 +139,7 @@ PASSES: tuple[Callable[[Part, PassContext], None], ...] = (
     offloaded_activations,
     buffers,
     data_parallel,
-    whole_parameters,
+    full_parameters,
 )
 """All passes, in the order in which they are applied. A pass that the plan does not ask for does nothing.
 

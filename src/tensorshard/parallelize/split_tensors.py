@@ -49,7 +49,7 @@ def choose_table(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = Non
                 check=plan.tp_check,
                 sequence_parallel=plan.sequence_parallel,
             )
-        # The search leaves reference cycles, whose memory would otherwise be kept for many steps.
+        # The search leaves reference cycles, whose memory would otherwise be in use for many steps.
         gc.collect()
         return table
 
@@ -65,8 +65,8 @@ def split_tensors(part: Part, table: VerifiedTable, context: PassContext) -> Ten
     units_gathered_separately = plan.zero == 3 and isinstance(plan.shard_units, list)
     shared_inputs = []
     if not units_gathered_separately:
-        here = ([name for name in names if name not in part.elsewhere] for names in table.shared_inputs)
-        shared_inputs = [names for names in here if len(names) > 1]
+        computed = ([name for name in names if name not in part.elsewhere] for names in table.shared_inputs)
+        shared_inputs = [names for names in computed if len(names) > 1]
     outputs = SplitOutputs()
     layouts = apply_tensor_parallel(
         part.module,
@@ -74,14 +74,14 @@ def split_tensors(part: Part, table: VerifiedTable, context: PassContext) -> Ten
         group,
         shared_inputs=shared_inputs,
         outputs=outputs if part.returns_output else None,  # what goes to another stage is full
-        whole=part.whole,
+        whole=part.full_model,
         elsewhere=part.elsewhere,
     )
-    styles = {name: style for name, style in table.plan.resolve(part.whole).items() if name not in part.elsewhere}
+    styles = {name: style for name, style in table.plan.resolve(part.full_model).items() if name not in part.elsewhere}
     sequence = _sequence_splits(part, table.sequence)
     # If the model was examined as one unit, but only some blocks inside get parts of a sequence, these blocks draw
     # random numbers separately.
-    units = find_units(part.whole)
+    units = find_units(part.full_model)
     drawing = units if "" not in units or "" in table.sequence else table.sequence or [""]
     random = [name for name in drawing if name not in part.elsewhere | table.not_random]
     split_randomness(part.module, random, styles, sequence, group)

@@ -69,7 +69,7 @@ def _part_of(stage: StageModule, model: nn.Module, value_of: Callable[[str], tor
         blocks=blocks,
         units=stage_shard_units(model, stage.module, plan.shard_units, blocks=blocks, units=stage.units),
         computed={name: module for name, module in stage.module.named_modules() if module in computed},
-        whole=model,
+        full_model=model,
         elsewhere=stage.elsewhere,
         calls=tuple(call.unit for call in stage.cut.graph.calls),
         returns_output=stage.is_last,

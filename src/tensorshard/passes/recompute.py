@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tensorshard.model.buffers import BufferValues, Exchanged, keeps_statistics
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
-from tensorshard.passes.costly_results import COSTLY, KeepsCostly, KeptResults, TakesKept
+from tensorshard.passes.costly_results import COSTLY, CachedResults, CachesCostly, TakesCached
 from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.compilation import is_making_graph
 from tensorshard.torch_private.fake_tensors import FakeTensor
@@ -71,7 +71,7 @@ class RecomputedBlock:
 
     Args:
         title: its name and class, for errors.
-        selective: whether results of costly operations are kept.
+        selective: whether results of costly operations are cached.
     """
 
     def __init__(self, block: nn.Module, title: str, selective: bool) -> None:
@@ -152,7 +152,7 @@ def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwarg
     if not torch.is_grad_enabled() or is_function_transformed():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        # What arguments hold is not restored here. If it changed, the comparison says so.
+        # What arguments refer to is not restored. If it changed, the comparison says so.
         contexts = block.contexts
     else:
         if block.has_other_weights():
@@ -180,8 +180,8 @@ def _make_contexts(block: RecomputedBlock, holders: list[nn.Module], selective: 
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
         if selective:
-            results = KeptResults()
-            first, again = KeepsCostly(results), TakesKept(results)
+            results = CachedResults()
+            first, again = CachesCostly(results), TakesCached(results)
         call = _FirstForward(block, holders, first, state)
         return call, _Repetition(call, again)
 
@@ -197,7 +197,7 @@ class _FirstForward:
     Args:
         holders: the block's modules that have buffers.
         inner: another context to enter around the forward.
-        state: all other state before the call; None to look for it here, without what the arguments hold.
+        state: all other state before the call; None to look for it now, without what the arguments refer to.
     """
 
     def __init__(

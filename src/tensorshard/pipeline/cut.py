@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.trace.call_graph import CallGraph, Leaf, spans
 
 # Floating-point operations in the time that moving one byte takes: 10 to 20 on CPUs, 150 to 300 on GPUs in bf16. Fused
@@ -53,6 +54,14 @@ class Cut:
         """What `stage` sends to the one after it; the rest of what it returns is the model's output."""
         return self.received(stage + 1) if stage + 1 < self.stages else ()
 
+    def received_specs(self, stage: int) -> tuple[TensorSpec, ...]:
+        """The tensors that `stage` receives, without their values."""
+        return tuple(self.graph.sent_spec(leaf) for leaf in self.received(stage))
+
+    def sent_specs(self, stage: int) -> tuple[TensorSpec, ...]:
+        """The tensors that `stage` sends on, without their values; nothing if it is the last."""
+        return self.received_specs(stage + 1) if stage + 1 < self.stages else ()
+
     def parameters(self, stage: int) -> frozenset[str]:
         """First names of the parameters that `stage` holds."""
         return self._holdings[stage]
@@ -64,25 +73,25 @@ class Cut:
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Parameters, by their first names, that several stages hold: each adds to the gradient."""
-        found: dict[str, list[int]] = {}
+        stages_of: dict[str, list[int]] = {}
         for stage, names in enumerate(self._holdings):
             for name in names:
-                found.setdefault(name, []).append(stage)
-        return {name: tuple(stages) for name, stages in sorted(found.items()) if len(stages) > 1}
+                stages_of.setdefault(name, []).append(stage)
+        return {name: tuple(stages) for name, stages in sorted(stages_of.items()) if len(stages) > 1}
 
     @cached_property
     def _holdings(self) -> tuple[frozenset[str], ...]:
-        held = [self.graph.parameters_of(*span) for span in self.spans]
+        names_of = [self.graph.parameters_of(*span) for span in self.spans]
         # Parameters that no call reads still belong into checkpoints. They go to the stage of their neighbours in the
         # model.
-        everywhere = frozenset().union(*held)
+        everywhere = frozenset().union(*names_of)
         nearest = 0
         for name in self.graph.bytes_of:
             if name in everywhere:
-                nearest = next(stage for stage, names in enumerate(held) if name in names)
+                nearest = next(stage for stage, names in enumerate(names_of) if name in names)
             else:
-                held[nearest] |= {name}
-        return tuple(held)
+                names_of[nearest] |= {name}
+        return tuple(names_of)
 
     def describe(self) -> str:
         """A line for each stage: its calls, its share of the time and of the memory, and what it sends."""
@@ -99,7 +108,7 @@ class Cut:
                 f"{self.graph.parameter_bytes(start, stop) / 2**20:.1f} MiB of parameters"
             )
             if stage + 1 < self.stages:
-                sends = ", ".join(str(self.graph.layout(leaf)) for leaf in self.sent(stage))
+                sends = ", ".join(str(self.graph.spec(leaf)) for leaf in self.sent(stage))
                 line += f"; sends {sends or 'nothing'}"
             lines.append(line)
         for name, stages in self.shared.items():
@@ -361,16 +370,16 @@ def unit_stages(cut: Cut) -> dict[str, frozenset[int]]:
 
     Left out are units that other units call as a part of themselves, and units of which no stage has all parameters.
     """
-    found: dict[str, set[int]] = {}
+    stages_of: dict[str, set[int]] = {}
     for stage, (start, stop) in enumerate(cut.spans):
         for call in cut.graph.calls[start:stop]:
-            found.setdefault(call.unit, set()).add(stage)
+            stages_of.setdefault(call.unit, set()).add(stage)
     for unit, names in cut.graph.parameters.items():
-        if unit not in found and unit not in cut.graph.nested:
+        if unit not in stages_of and unit not in cut.graph.nested:
             holding = [stage for stage in range(cut.stages) if cut.parameters(stage).issuperset(names)]
             if holding:
-                found[unit] = {holding[0] if names else cut.stages - 1}
-    return {unit: frozenset(stages) for unit, stages in found.items()}
+                stages_of[unit] = {holding[0] if names else cut.stages - 1}
+    return {unit: frozenset(stages) for unit, stages in stages_of.items()}
 
 
 def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[int]], *, trains: bool) -> Cut | None:

@@ -290,7 +290,7 @@ def estimate(
             ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
             # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
-            offloaded = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
+            offloaded = engine.storage.held("host memory") if device == "cpu" else 0
             return summarize(
                 ledger,
                 known,
@@ -298,7 +298,7 @@ def estimate(
                 stage=stage,
                 device_bytes=device_bytes + offloaded,
                 operations=operations,
-                slots=engine.slots,
+                storage=engine.storage,
                 on_host=device == "cpu",
             )
 

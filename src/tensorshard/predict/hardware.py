@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from tensorshard.common.paths import cache_folder
 from tensorshard.plan.field_checks import size_in_bytes
-from tensorshard.tensor_parallel.search.table_cache import cache_folder
 
 _GIB = 1 << 30
 

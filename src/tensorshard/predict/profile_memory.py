@@ -10,6 +10,7 @@ import torch
 
 from tensorshard.engine.engine import Engine
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import DeviceStorage
 from tensorshard.predict.chart import picture
 from tensorshard.predict.describe import rank_lines, tensor_lines
 from tensorshard.predict.estimate import Estimate
@@ -110,7 +111,9 @@ def profile_memory(engine: Engine) -> Iterator[MemoryProfile]:
     with StorageLedger(counts, is_late=True) as ledger, StepWatcher(ledger, engine) as watcher:
         ledger.initialized()
         yield profile
-    rank = summarize(ledger, watcher.known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0)
+    rank = summarize(
+        ledger, watcher.known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0, storage=DeviceStorage()
+    )
     if on_gpu:
         reserved = torch.cuda.max_memory_reserved(engine.device)
         rank = replace(rank, peak_reserved=reserved, peak_device=reserved)

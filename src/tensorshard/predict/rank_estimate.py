@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tensorshard.offload.slots import Slots
+from tensorshard.plan.storage import Storage
 from tensorshard.predict.caching_allocator import CachingAllocator
 from tensorshard.predict.operations import Operations, Traffic
 from tensorshard.predict.storage_ledger import Allocation, Event, StorageLedger
@@ -129,7 +129,7 @@ def summarize(
     stage: int,
     device_bytes: int,
     operations: Operations | None = None,
-    slots: Slots | None = None,
+    storage: Storage,
     on_host: bool = False,
 ) -> RankEstimate:
     """The memory of a rank, from what `ledger` has noted.
@@ -138,7 +138,7 @@ def summarize(
         known: the categories of storages whose use is known, by their numbers.
         device_bytes: bytes that the device holds in addition to tensors.
         operations: the operations of a step; None if they were not counted.
-        slots: what is offloaded, and what the last step has moved; None without offload.
+        storage: what is offloaded, and what the last step has moved.
         on_host: whether it is a CPU rank, which has no caching allocator.
     """
     categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
@@ -161,8 +161,10 @@ def summarize(
         _timeline(steady),
         moments(steady, categories, CATEGORIES),
         operations or Operations(),
-        *(0, 0) if slots is None else (slots.held("host memory"), slots.held("disk")),
-        *(0, 0) if slots is None else (slots.moved("host memory"), slots.moved("disk")),
+        storage.held("host memory"),
+        storage.held("disk"),
+        storage.moved("host memory"),
+        storage.moved("disk"),
         on_host=on_host,
     )
 

@@ -1,7 +1,7 @@
 """Runs steps of an Engine under a ledger, and notes what each storage is for."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from tensorshard.common.sampled_loops import sample_loops
 from tensorshard.engine.engine import Engine
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.offload.slots import Slots
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.predict.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from tensorshard.predict.storage_ledger import StorageLedger
@@ -118,13 +117,12 @@ def watch_steps(
                 if index == STEPS - 1:
                     if operations is not None:
                         operations.begin_step(ledger.phase)
-                    if engine.slots is not None:
-                        engine.slots.forget_moved()
+                    engine.storage.forget_moved()
                 engine.step(inputs, targets)
             if operations is not None:
                 operations.end_step()
-        if engine.slots is not None:
-            ledger.leave_out(_elsewhere(ledger, engine.slots))
+        if engine.storage.tensors:
+            ledger.leave_out(_elsewhere(ledger, engine.storage.tensors))
     return ledger, watcher.known, engine
 
 
@@ -136,8 +134,8 @@ def _is_real(storage: torch.UntypedStorage) -> bool:
     return not _is_fake(storage)
 
 
-def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:
+def _elsewhere(ledger: StorageLedger, tensors: Sequence[torch.Tensor]) -> set[int]:
     """The numbers of storages that are not in the device's memory: offloaded ones, and those that the update on the
     host makes."""
-    offloaded = {number for tensor in slots.tensors if (number := ledger.number_of(tensor)) is not None}
+    offloaded = {number for tensor in tensors if (number := ledger.number_of(tensor)) is not None}
     return offloaded | {allocation.number for allocation in ledger.allocations if allocation.phase == "update"}

@@ -1,9 +1,7 @@
 """A module's own tensors, hooks and conversions; base classes of its layers.
 
 `BatchNormBase`, `NormBase`, `DropoutBase`: the base classes of batch normalizations, of batch and instance
-normalizations, and of dropouts, in all dimensions. `SpectralNormVectors`: the class that
-:func:`torch.nn.utils.parametrizations.spectral_norm` registers. It takes a step of a power iteration in each training
-forward.
+normalizations, and of dropouts, in all dimensions.
 
 Why: users' layers derive from them, and so do layers that later versions of torch add.
 
@@ -22,7 +20,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNormVectors
 
 __all__ = [
     "CONVOLUTIONS",
@@ -36,7 +33,6 @@ __all__ = [
     "ConvertibleModule",
     "DropoutBase",
     "NormBase",
-    "SpectralNormVectors",
     "buffer_at",
     "buffer_names",
     "buffer_table",

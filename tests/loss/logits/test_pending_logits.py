@@ -13,9 +13,9 @@ from torch import nn
 
 from own_operations import SumOfSquares
 from tensorshard.loss import tiled_loss, tiles
+from tensorshard.loss.logits.deferred_logits import DeferredLogits, Source
 from tensorshard.loss.logits.linear_logits import LinearLogits
-from tensorshard.loss.logits.output_layers import pending_logits
-from tensorshard.loss.logits.pending_logits import PendingLogits, Source
+from tensorshard.loss.logits.output_layers import defer_linear
 from tensorshard.loss.loss_arguments import Place
 from tensorshard.nn.functional import parallel_cross_entropy
 
@@ -194,7 +194,7 @@ def _tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 def _pending(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, **options: Any) -> tuple[Any, Source, list[Any]]:
     uses: list[Any] = []
     linear = LinearLogits(x, x.ndim - 1, w, b, Place(0, CLASSES, None), **options)
-    logits, source = pending_logits(linear, lambda name, computed: uses.append((name, computed)))
+    logits, source = defer_linear(linear, lambda name, computed: uses.append((name, computed)))
     return logits, source, uses
 
 
@@ -286,5 +286,5 @@ def test_in_bf16_within_its_rounding():
 
 def test_they_can_be_printed_and_their_class_is_not_seen():
     logits, _, _ = _pending(*_tensors())
-    assert isinstance(logits, PendingLogits) and "tensor(" in repr(logits)
+    assert isinstance(logits, DeferredLogits) and "tensor(" in repr(logits)
     assert type(logits + 1) is torch.Tensor  # computed by now

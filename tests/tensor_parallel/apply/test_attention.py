@@ -124,21 +124,6 @@ def test_computes_what_the_original_does(case, size):
     assert not split & {"bias"} and "weight" in split  # the bias of out_proj is whole, its weight is not
 
 
-def _refusal(table: dict[str, str], size: int, model: nn.Module | None = None) -> str:
-    model = model or Attention()
-    with pytest.raises(ValueError) as caught:
-        find_layouts(model, TensorTable.from_dict(table).resolve(model), size)
-    return str(caught.value)
-
-
-def test_refusals():
-    assert "attention.num_heads is 4" in _refusal({"attention": "heads"}, 3)
-    assert "tp can be 2, 4" in _refusal({"attention": "heads"}, 3)
-    assert "leave it out, or give it 'rowwise'" in _refusal({"attention": "heads", "attention.out_proj": "colwise"}, 2)
-    mlp = nn.Sequential(nn.Linear(4, 4))
-    assert "0 is a Linear, which cannot be 'heads'" in _refusal({"0": "heads"}, 2, mlp)
-
-
 def test_bad_masks_are_refused():
     def on_rank(group: Any, **call: Any) -> None:
         model = Attention(batch_first=True)

@@ -204,17 +204,3 @@ def test_counts_are_those_of_the_rank():
     channel_layouts("depthwise", depthwise, 2)
     keep_own_channels(depthwise, 1, 2)
     assert (depthwise.groups, depthwise.in_channels, depthwise.out_channels) == (3, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (nn.GroupNorm(3, 6), "norm has 3 groups of its 6 channels, which cannot be divided over 2 ranks"),
-        (nn.Conv2d(6, 6, 1, groups=3), "norm has 3 groups of its 6 channels"),
-        (nn.Linear(6, 6), "norm is a Linear, which cannot be 'channels'"),
-    ],
-    ids=str,
-)
-def test_what_does_not_divide_is_refused(module, message):
-    with pytest.raises(ValueError, match=message):
-        channel_layouts("norm", module, 2)

@@ -201,10 +201,10 @@ class HeadModule(ParallelModule, TrainsItself):
         Raises:
             RuntimeError: the weight is sharded over data ranks.
         """
-        held, mine = to_local(self.weight).size(0), self._range()[1]
-        if held != mine:
+        rows, expected = to_local(self.weight).size(0), self._range()[1]
+        if rows != expected:
             raise RuntimeError(
-                f"the head's weight has {held} of this rank's {mine} classes here: a Plan with zero=3 shards it "
+                f"the head's weight has {rows} of this rank's {expected} classes here: a Plan with zero=3 shards it "
                 "over data ranks outside of the model's forward. Call the head in the forward of the model, which "
                 "engine.step, engine.evaluate and engine.predict run"
             )

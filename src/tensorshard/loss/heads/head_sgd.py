@@ -14,11 +14,7 @@ from tensorshard.loss.kernels import Noise, block_size, dequantize, quantize
 from tensorshard.loss.tiles import Tiles, tile_width
 
 MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-
-
 _OPTIONS = ("lr", "momentum", "weight_decay", "momentum_dtype", "seed")
-
-
 _MOMENTUM, _SCALES = "momentum_buffer", "momentum_scales"
 
 
@@ -302,19 +298,19 @@ def _rows_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: it has another number of rows, or those of another rank.
     """
-    mark, held = get_mark(parameter), len(parameter)
+    mark, rows = get_mark(parameter), len(parameter)
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if mark is not None:
         refuse_foreign_shard(value, own_group(parameter), "a momentum")
-        if len(value) != held and len(value) == mark.size:
+        if len(value) != rows and len(value) == mark.size:
             value = own_shard(value, mark)
-    if len(value) != held:
+    if len(value) != rows:
         shape = list(parameter.shape)
         if mark is not None and mark.size is not None:
             shape[0] = mark.size
         raise ValueError(
-            f"a momentum of {len(value)} rows was given for a parameter of {shape}, of which this rank holds {held} "
+            f"a momentum of {len(value)} rows was given for a parameter of {shape}, of which this rank holds {rows} "
             "rows"
         )
     return value.to(parameter.device)

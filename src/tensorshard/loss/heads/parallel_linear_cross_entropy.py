@@ -156,10 +156,10 @@ class ParallelLinearCrossEntropy(HeadModule):
         given = dict(linear.named_parameters(recurse=False))
         update = options.pop("update", None)
         head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
-        begin, held = head._range()
-        for name, whole in given.items():
-            part = whole.detach()[begin : begin + held].clone(memory_format=torch.contiguous_format)
-            setattr(head, name, head._parameter(part, tuple(whole.shape)))
+        begin, width = head._range()
+        for name, full in given.items():
+            part = full.detach()[begin : begin + width].clone(memory_format=torch.contiguous_format)
+            setattr(head, name, head._parameter(part, tuple(full.shape)))
         if head.class_weight is not None:
             head.class_weight = head.class_weight.to(linear.weight.device)
         if update is not None:
@@ -187,16 +187,16 @@ class ParallelLinearCrossEntropy(HeadModule):
         self._check_update(features)
         sample = None
         if self.training and self.sample_rate < 1:
-            start, held = self._range()
+            start, width = self._range()
             most = shard_range(self.num_classes, self._size_and_rank()[0], 0)[1]
-            sample = _sample_classes(targets, start, held, self.sample_rate, most)
+            sample = _sample_classes(targets, start, width, self.sample_rate, most)
         return tiled_loss(
             features,
             self.weight,
             targets,
             self.bias,
             self._place(),
-            self._loss(),
+            CrossEntropySpec.of(self, self.num_classes),
             class_weight=self.class_weight,
             keep_logits=self.keep_logits,
             margin=self.margin,
@@ -208,20 +208,6 @@ class ParallelLinearCrossEntropy(HeadModule):
                 sum_input_grad=not self._gathers_over_classes(),
                 casts=self.optimizer is not None,
             ),
-        )
-
-    def _loss(self) -> CrossEntropySpec:
-        """The options of the loss, as the attributes say now."""
-        return CrossEntropySpec(
-            self.num_classes,
-            self.ignore_index,
-            self.label_smoothing,
-            self.z_loss,
-            self.reduction,
-            self.softcap,
-            self.use_token_scaling,
-            self.return_lse,
-            self.return_token_accuracy,
         )
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
@@ -306,7 +292,7 @@ def _check_module(in_features: int, num_classes: int, class_weight: torch.Tensor
         raise ValueError(f"sample_rate={sample_rate} was given: use a share of the classes, above 0 and at most 1")
 
 
-def _sample_classes(targets: torch.Tensor, start: int, held: int, rate: float, most: int) -> torch.Tensor:
+def _sample_classes(targets: torch.Tensor, start: int, width: int, rate: float, most: int) -> torch.Tensor:
     """Some of this rank's classes, ascending: those of targets, and others at random up to `rate` of all.
 
     It takes at least as many classes as there are targets. So it need not know how many of them are this rank's, which
@@ -315,16 +301,16 @@ def _sample_classes(targets: torch.Tensor, start: int, held: int, rate: float, m
 
     Args:
         targets: class numbers, counted over all ranks.
-        start, held: this rank's first class, and how many it has.
+        start, width: this rank's first class, and how many it has.
         rate: in (0, 1].
         most: the most classes that a rank holds. Every rank draws so many numbers. So equal generators stay equal, and
             later dropout is the same on all ranks.
     """
-    count = min(held, max(round(rate * held), targets.numel()))
+    count = min(width, max(round(rate * width), targets.numel()))
     order = torch.rand(most + 1, device=targets.device)
     local = targets.flatten() - start
-    order[local.where((local >= 0) & (local < held), most)] = 2.0  # targets of other ranks mark the last place
-    return order[:held].topk(count).indices.sort().values
+    order[local.where((local >= 0) & (local < width), most)] = 2.0  # targets of other ranks mark the last place
+    return order[:width].topk(count).indices.sort().values
 
 
 def _local_logits(

@@ -173,11 +173,11 @@ def finish_step(weight: Slot, bias: Slot | None, rule: Rule, seed: int, rows: in
 
 
 def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide: torch.dtype, kernels: Kernels) -> None:
-    weight, held = slot.weight[rows], slot.momentum[rows]
+    weight, stored = slot.weight[rows], slot.momentum[rows]
     if slot.scales is not None:
-        momentum = kernels.dequantize(held, slot.scales[rows], torch.empty_like(held, dtype=wide))
+        momentum = kernels.dequantize(stored, slot.scales[rows], torch.empty_like(stored, dtype=wide))
     else:
-        momentum = held.to(wide)  # `held` itself, if it has that type
+        momentum = stored.to(wide)  # `stored` itself, if it has that type
     moved = weight.to(wide)
     _sgd_step(moved, momentum, rule.weight_decay, rule.lr)
     if noise is None:
@@ -185,13 +185,11 @@ def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide:
     if weight.dtype == torch.bfloat16:
         weight.copy_(kernels.round_to_bfloat16_(moved, noise.bits(moved.shape)))
     if slot.scales is not None:
-        kernels.quantize(momentum, noise.bits(momentum.shape), torch.empty_like(momentum), held, slot.scales[rows])
-    elif held.dtype == torch.bfloat16:
-        held.copy_(kernels.round_to_bfloat16_(momentum, noise.bits(momentum.shape)))
+        kernels.quantize(momentum, noise.bits(momentum.shape), torch.empty_like(momentum), stored, slot.scales[rows])
+    elif stored.dtype == torch.bfloat16:
+        stored.copy_(kernels.round_to_bfloat16_(momentum, noise.bits(momentum.shape)))
 
 
-# With the functions of :mod:`tensorshard.loss.kernels`, torch needs about twenty passes. The C code here
-# computes the same with the same random bits.
 _SOURCE = r"""
 #include <math.h>
 #include <stdint.h>
@@ -273,11 +271,7 @@ BLOCKS(float)
 
 
 _MULTIPLE = 64  # elements: whole cache lines
-
-
 _LEAST = 1 << 15  # elements that are worth a thread
-
-
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.int8: "codes"}
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.cut import Cut, place_calls, unit_stages
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
@@ -119,16 +118,6 @@ class CutCache:
                     f"did not need with the sample inputs and therefore does not hold; cut it by inputs like these"
                 )
         return placed
-
-
-def received_layouts(cut: Cut, stage: int) -> tuple[TensorSpec, ...]:
-    """What `stage` receives, in order."""
-    return tuple(cut.graph.sent_layout(leaf) for leaf in cut.received(stage))
-
-
-def sent_layouts(cut: Cut, stage: int) -> tuple[TensorSpec, ...]:
-    """What `stage` sends on, in order; nothing if it is the last."""
-    return received_layouts(cut, stage + 1) if stage + 1 < cut.stages else ()
 
 
 def input_signature(inputs: Any, *, numbers: bool = True) -> Any:

@@ -92,11 +92,11 @@ class ShownModel:
 
 
 def _first(kind: Callable[[nn.Module], dict[str, Any]], modules: Iterable[nn.Module]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for module in modules:
         for name, tensor in kind(module).items():
-            found.setdefault(name, tensor)
-    return found
+            tensors.setdefault(name, tensor)
+    return tensors
 
 
 def _refuse_call(message: str, forward: Forward, /, *args: Any, **kwargs: Any) -> NoReturn:
@@ -273,9 +273,9 @@ def _without_copies(
 ) -> Iterator[Any]:
     """The list without tied parameters' copies on later stages of this rank."""
     before = f"{prefix}." if prefix else ""
-    found = list(listed(prefix, *args, **kwargs))
-    names = {name for name, _ in found}
-    for name, parameter in found:
+    named = list(listed(prefix, *args, **kwargs))
+    names = {name for name, _ in named}
+    for name, parameter in named:
         own = name.removeprefix(before)
         first = before + aliases.get(own, own)
         if first == name or first not in names:

@@ -52,14 +52,14 @@ def _within_a_unit(func: Any, args: Any, kwargs: Any) -> Any:
         f"modules may have changed on the way; {_REMEDY}"
     )
     try:
-        found = func(*args, **kwargs)
+        gradients = func(*args, **kwargs)
     except RuntimeError as error:
         if "not have been used in the graph" not in str(error):
             raise
         raise UncuttableError(sentence) from error
-    if found is not None and any(each is None for each in found):
+    if gradients is not None and any(each is None for each in gradients):
         raise UncuttableError(sentence)
-    return found
+    return gradients
 
 
 def check_differentiable(unit: str) -> None:

@@ -26,7 +26,7 @@ from tensorshard.torch_private.fake_tensors import (
 from tensorshard.torch_private.modules import NormBase
 from tensorshard.torch_private.tensors import tensor_version
 
-# Autograd's nodes that cannot compute the gradients of inputs and of parameters apart.
+# Autograd's nodes that cannot compute the gradients of inputs and of parameters separately.
 _ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
 
 
@@ -148,11 +148,9 @@ class TracedRun:
         tensors, structure = take_apart(output)
         reads = reads_of(sources.read)
         gradients = reads.leaves if self._estimated else self.gradient_leaves(tensors)
-        layouts = tuple(TensorSpec.of(tensor) for tensor in tensors)
+        specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         self.calls.append(
-            UnitCall(
-                name, reads, gradients, structure, layouts, sources.flops, sources.written_bytes, self._saved.nbytes
-            )
+            UnitCall(name, reads, gradients, structure, specs, sources.flops, sources.written_bytes, self._saved.nbytes)
         )
         self._saved.forget()
         if [tensor_version(buffer) for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
@@ -180,13 +178,13 @@ class TracedRun:
 
     def _fresh(self, tensor: torch.Tensor, call: int, index: int) -> torch.Tensor:
         """A tensor like one that a unit returned, with an unknown value and no history in autograd."""
-        layout = TensorSpec.of(tensor)
+        spec = TensorSpec.of(tensor)
         with without_dispatch_modes(), self._fake:
-            fresh = layout.empty(self._device)
-        fresh.requires_grad_(layout.requires_grad)
+            fresh = spec.empty(self._device)
+        fresh.requires_grad_(spec.requires_grad)
         self._leaves[id(fresh)] = (call, index)
         self.sources.set_output(fresh, (call, index))
-        return DetachedAlias.apply(fresh) if layout.requires_grad else fresh  # functional code may change it in place
+        return DetachedAlias.apply(fresh) if spec.requires_grad else fresh  # functional code may change it in place
 
     # -- code outside of units --
 
@@ -210,18 +208,18 @@ class TracedRun:
         """The outputs of earlier calls that get a gradient from `tensors`."""
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         seen = set(nodes)
-        found = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
+        leaves = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
         while nodes:
             node = nodes.pop()
             self.unsplittable_backward |= node.name() in _ONE_PIECE
             variable = getattr(node, "variable", None)
             if id(variable) in self._leaves:
-                found.add(self._leaves[id(variable)])
+                leaves.add(self._leaves[id(variable)])
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     nodes.append(following)
-        return frozenset(found)
+        return frozenset(leaves)
 
 
 class _SavedBytes:

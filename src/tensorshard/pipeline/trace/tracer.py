@@ -148,7 +148,7 @@ class Tracer:
             bytes_of={name: p.numel() * p.element_size() for name, p in self._copy.named_parameters()},
             stateful=frozenset(recording.stateful),
             nested=frozenset(recording.nested),
-            hooked=frozenset(n for n in self.unit_names if _has_backward_hooks(self._copy.get_submodule(n))),
+            hooked=frozenset(n for n in self.unit_names if has_backward_hooks(self._copy.get_submodule(n))),
             unsplittable_backward=recording.unsplittable_backward,
         )
         return graph, recording.impure
@@ -235,7 +235,7 @@ class Tracer:
         for name, module in self._copy.named_modules():
             if name in self._watched or not self._holds_units(name):
                 continue
-            if _has_backward_hooks(module):
+            if has_backward_hooks(module):
                 raise UncuttableError(
                     f"{f'module {name!r}' if name else 'the model'} has a hook on its backward, and its modules may be "
                     f"on several stages, of which none has the gradients of both ends; hook its modules instead, such "
@@ -249,17 +249,13 @@ class Tracer:
         return any(not name or unit.startswith(f"{name}.") for unit in self.unit_names)
 
 
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return has_backward_hooks(module)
-
-
-def _further(found: list[torch.Tensor], output: list[torch.Tensor], sources: UnitSources) -> list[torch.Tensor]:
-    """Those of the tensors that were `found` inside of objects of an output which count beside its own tensors.
+def _further(within: list[torch.Tensor], output: list[torch.Tensor], sources: UnitSources) -> list[torch.Tensor]:
+    """Those of the tensors that were `within` inside of objects of an output which count beside its own tensors.
 
     A cache holds tensors that units did not return. They are no part of the output, unless nothing else has a gradient.
     """
     known = {id(tensor) for tensor in output}
-    further = [tensor for tensor in found if id(tensor) not in known]
+    further = [tensor for tensor in within if id(tensor) not in known]
     if not any(tensor.requires_grad for tensor in output):
         return further
     return [tensor for tensor in further if all(kind != "side_output" for kind, _ in sources.of([tensor]))]

@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.model.blocks import find_blocks
-from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
+from tensorshard.model.forwards import Role, replace_forward
 from tensorshard.tensor_parallel.apply.attention import split_attention, use_layer_calls
-from tensorshard.tensor_parallel.apply.divide import divide
-from tensorshard.tensor_parallel.apply.parameters import gather_parameters, sum_gradients
 from tensorshard.tensor_parallel.apply.split_layers import (
     SharedColumns,
     check_rows_called,
@@ -29,8 +26,16 @@ from tensorshard.tensor_parallel.apply.split_layers import (
     split_row,
     split_vocabulary,
 )
+from tensorshard.tensor_parallel.apply.split_modules import (
+    divide,
+    gather_parameters,
+    split_channels,
+    sum_gradients,
+    sum_output,
+    sum_own_gradients,
+)
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, keep_own_channels
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import (
     Classes,
     Column,
@@ -54,31 +59,8 @@ from tensorshard.tensor_parallel.table.styles import (
     Slice,
     Sum,
 )
-from tensorshard.tensor_parallel.table.table import TensorTable
+from tensorshard.tensor_parallel.table.table import TensorTable, join_names
 from tensorshard.torch_private.modules import own_buffers, own_parameters
-from tensorshard.torch_private.pytree import tree_map_only
-
-
-def _sum_own_gradients(module: nn.Module, style: Replicate, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
-    if style.sums_gradients:
-        names = list(own_parameters(module))
-        sum_gradients(module, names, names if style == DIVIDED else (), group)
-
-
-def _split_channels(module: nn.Module, style: Channels, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
-    keep_own_channels(module, group.rank(), group.size(), style.parts)
-
-
-def _sum_output(module: nn.Module, _style: Sum, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
-    wrap_forward(module, Role.SUMMED_OUTPUT, partial(_forward_summing_output, group))
-
-
-def _forward_summing_output(group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    def given(tensor: torch.Tensor) -> torch.Tensor:
-        return collectives.copy(tensor, group) if tensor.requires_grad else tensor
-
-    args, kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
-    return tree_map_only(torch.Tensor, lambda part: collectives.reduce(part, group), forward(*args, **kwargs))
 
 
 def _change_nothing(*_: Any) -> None:
@@ -95,11 +77,11 @@ _APPLY: Mapping[type[Style], _Apply] = MappingProxyType(
         Rowwise: split_row,
         Vocab: split_vocabulary,
         Classes: split_classes,
-        Replicate: _sum_own_gradients,
+        Replicate: sum_own_gradients,
         Slice: _change_nothing,
         Gather: _change_nothing,  # its reader gathers it
-        Channels: _split_channels,
-        Sum: _sum_output,
+        Channels: split_channels,
+        Sum: sum_output,
         Heads: split_attention,
         Divide: divide,
     }
@@ -150,7 +132,7 @@ def apply_tensor_parallel(
         if style is not None:  # layers inside of blocks always gather
             within = SplitOutputs() if name.startswith(blocks) else outputs
             _APPLY[type(style)](module, style, process_group, within)
-        own = {key: own_style for key in own_parameters(module) if (own_style := styles.get(_join(name, key)))}
+        own = {key: own_style for key in own_parameters(module) if (own_style := styles.get(join_names(name, key)))}
         summed = [key for key, own_style in own.items() if own_style.sums_gradients]
         if summed and not (style is not None and style.sums_gradients):
             sum_gradients(module, summed, [key for key in summed if own[key] == DIVIDED], process_group)
@@ -170,7 +152,7 @@ def _gathered(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, dict[s
     gathered: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
         for key in own_parameters(module):
-            parameter = _join(name, key)
+            parameter = join_names(name, key)
             style = styles.get(parameter, styles.get(name))
             if isinstance(style, Gather):
                 reader = style.reader(parameter)
@@ -194,15 +176,15 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
     unsaid: list[tuple[str, torch.Tensor]] = []
     table_name: dict[nn.Module, str] = {}  # the table names a module once, even if it is registered at several places
     for prefix, module in model.named_modules(remove_duplicate=False):
-        said = table_name.setdefault(module, prefix)
-        own_style = styles.get(said)
-        own = {} if own_style is None else own_style.layouts(said, module, size)
+        listed = table_name.setdefault(module, prefix)
+        own_style = styles.get(listed)
+        own = {} if own_style is None else own_style.layouts(listed, module, size)
         for key, parameter in own_parameters(module).items():
-            name = _join(prefix, key)
+            name = join_names(prefix, key)
             layout = own.get(key, REPLICATED)
-            if (style := styles.get(_join(said, key))) is not None:
+            if (style := styles.get(join_names(listed, key))) is not None:
                 layout = style.parameter_layout(name, parameter)
-            elif said not in styles and as_splittable(module) is None:
+            elif listed not in styles and as_splittable(module) is None:
                 unsaid.append((name, parameter))  # if it is tied to another, that one decides the layout
                 continue
             check_can_split(layout, size, name)
@@ -214,8 +196,8 @@ def find_layouts(model: nn.Module, styles: Mapping[str, Style], size: int) -> di
                 )
             layouts[name] = layout
         for key in own_buffers(module).keys() & own.keys():
-            check_can_split(own[key], size, _join(prefix, key))
-            layouts[_join(prefix, key)] = own[key]
+            check_can_split(own[key], size, join_names(prefix, key))
+            layouts[join_names(prefix, key)] = own[key]
     layouts.update({name: chosen.get(id(parameter), (name, REPLICATED))[1] for name, parameter in unsaid})
     return layouts
 
@@ -236,7 +218,3 @@ def split_shares(model: nn.Module, table: TensorTable, size: int) -> tuple[float
             if isinstance(styles.get(name, styles.get(name.rpartition(".")[0])), Gather):
                 gathered += parameter.numel()
     return split / max(total, 1), gathered / max(total, 1)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -249,8 +249,8 @@ class _GatherHeads(Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, packed: int, together: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.packed, ctx.together, ctx.group = packed, together, group
-        held = primitives.exchange_among(shard.expand(together, *shard.shape), together, group)
-        return _join_heads(held, packed)
+        shards = primitives.exchange_among(shard.expand(together, *shard.shape), together, group)
+        return _join_heads(shards, packed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -270,9 +270,9 @@ class _SumHeads(Function):
         return _GatherHeads.apply(grads[0], ctx.packed, ctx.together, ctx.group), None, None, None
 
 
-def _join_heads(held: torch.Tensor, packed: int) -> torch.Tensor:
+def _join_heads(shards: torch.Tensor, packed: int) -> torch.Tensor:
     """[ranks, *, packed * shard] as [*, packed * ranks * shard]."""
-    split = held.unflatten(-1, (packed, -1))
+    split = shards.unflatten(-1, (packed, -1))
     return split.movedim(0, -2).flatten(-3)
 
 

@@ -376,10 +376,10 @@ def _partial_places(block: nn.Module, names: Iterable[str], *, together: bool) -
 
 def _summing_forward(places: _Places, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """Calls `forward` on parameters whose gradients are summed over the ranks."""
-    held = [own_parameters(owner).get(key) for owner, key in places]
+    parameters = [own_parameters(owner).get(key) for owner, key in places]
     trained = [
         (place, tensor)
-        for place, tensor in zip(places, held, strict=True)
+        for place, tensor in zip(places, parameters, strict=True)
         if tensor is not None and tensor.requires_grad
     ]
     if not torch.is_grad_enabled() or not trained:

@@ -47,7 +47,7 @@ def split_column(module: nn.Module, style: Column, group: dist.ProcessGroup, _ou
     layer = _described(module)
     if isinstance(style, ColwiseShared):
         share_heads(module, style.heads, style.sizes, group)
-    if _keeps_forward(layer):
+    if layer.runs_on_parts:
         wrap_forward(module, Role.SPLIT_LAYER, partial(_own_column_forward, group))
     elif layer.kind == "linear":
         replace_forward(module, Role.SPLIT_LAYER, partial(_linear_forward, module, is_transposed(module), 1, group))
@@ -69,7 +69,7 @@ def split_gathered_column(
         if not layer.own_forward:
             outputs.sizes[module] = layer.outputs
     wrap_forward(module, Role.GATHERED_OUTPUT, full)
-    if _keeps_forward(layer):
+    if layer.runs_on_parts:
         wrap_forward(module, Role.SPLIT_LAYER, partial(_own_column_forward, group))
     else:
         replace_forward(module, Role.SPLIT_LAYER, partial(_linear_forward, module, is_transposed(module), 1, group))
@@ -77,7 +77,7 @@ def split_gathered_column(
 
 def split_row(module: nn.Module, style: Rowwise, group: dist.ProcessGroup, _outputs: SplitOutputs) -> None:
     """Makes a layer take this rank's inputs. Its output is summed over the ranks, then its bias added."""
-    if _keeps_forward(_described(module)):
+    if _described(module).runs_on_parts:
         wrap_forward(module, Role.SPLIT_LAYER, partial(_own_row_forward, module, group))
         return
     replace_forward(module, Role.SPLIT_LAYER, partial(_linear_forward, module, is_transposed(module), 0, group))
@@ -104,10 +104,6 @@ def _described(module: nn.Module) -> SplittableLayer:
     layer = as_splittable(module)
     assert layer is not None  # the layouts were computed for it
     return layer
-
-
-def _keeps_forward(layer: SplittableLayer) -> bool:
-    return layer.kind == "convolution" or (layer.kind == "linear" and layer.own_forward)
 
 
 # -- forwards of layers with torch's forward --

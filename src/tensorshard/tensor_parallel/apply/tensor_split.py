@@ -11,7 +11,7 @@ from torch import nn
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.loss.split_logits import split_logits
+from tensorshard.loss.logits.split_logits import split_logits
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard
 from tensorshard.torch_private.modules import own_buffers, set_buffer
 
@@ -64,18 +64,18 @@ class TensorSplit:
     Args:
         layouts: of every parameter, by each of its names, and of the buffers that are split.
         group: the ranks; None for a single one.
-        found: the table that the layouts follow from.
+        table: the table that the layouts follow from.
         outputs: whether the output layers hand on split logits.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
-    found: _Described | None = None
+    table: _Described | None = None
     outputs: SplitOutputs = field(default_factory=SplitOutputs)
 
     def describe(self) -> str | None:
         """The table that the layouts follow from, for people; None where nothing is sharded."""
-        return None if self.found is None else self.found.describe()
+        return None if self.table is None else self.table.describe()
 
     def keep_outputs_split(self) -> AbstractContextManager[None]:
         """Within this, output layers leave their logits split over the ranks."""

@@ -25,13 +25,11 @@ class SplitRegion:
     """A region that can be split, and how.
 
     Args:
-        tries: how many ways were checked, up to the one that passed.
         sharded_outputs: tensor outputs of the block that are then split too, each with its dimension.
     """
 
     region: Region
     proposal: Proposal
-    tries: int
     sharded_outputs: dict[int, int]
 
 
@@ -50,8 +48,16 @@ class BlockSearch:
     ends: list[str] = field(default_factory=list)
 
     def styles(self) -> dict[str, Style]:
-        """The styles of all that is split, in one table."""
-        return merge_styles([found.proposal.styles for found in self.split])
+        """The styles of all that is split, in one table. What several regions divide is divided once."""
+        merged: dict[str, Style] = {}
+        for split in self.split:
+            for name, style in split.proposal.styles.items():
+                earlier = merged.get(name)
+                if isinstance(style, Divide) and isinstance(earlier, Divide):
+                    merged[name] = Divide(tuple(dict.fromkeys((*earlier.targets, *style.targets))))
+                else:
+                    merged[name] = style
+        return merged
 
 
 def search_block(
@@ -70,22 +76,22 @@ def search_block(
         known: what the searches of other blocks found out about modules in them. This block may have the same modules.
     """
     known = known or KnownModules()
-    found = BlockSearch()
+    result = BlockSearch()
     refused: set[str] = set()
     reasons: dict[str, str] = {}
     taken: set[str] = set()
     while True:
         # The layers of a refused region stay whole. The layers before and after them may then form other pairs.
-        columns = {layer for split in found.split for layer in split.region.columns}
+        columns = {layer for split in result.split for layer in split.region.columns}
         flow = follow(block, call, refused, columns)
-        done = columns | {layer for split in found.split for layer in split.region.rows}
+        done = columns | {layer for split in result.split for layer in split.region.rows}
         regions = [region for region in flow.regions if not done & {*region.columns, *region.rows}]
         refused_before = len(refused)
         for region in regions:
             taken.update(region.columns)
             outcome = _split(block, call, check, region, flow, published or {}, known)
             if isinstance(outcome, SplitRegion):
-                found.split.append(outcome)
+                result.split.append(outcome)
             else:
                 # Another region may begin with the first row as a column: in latent attention the queries do.
                 refused.update(region.first_columns)
@@ -93,21 +99,21 @@ def search_block(
                     reasons.setdefault(layer, f"{region}: {outcome}")
         if len(refused) == refused_before:  # the next run would propose the same
             break
-    used = {layer for split in found.split for layer in (*split.region.columns, *split.region.rows)}
+    used = {layer for split in result.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
         described = as_splittable(module)
         if name not in used and described is not None and described.has_rows:
             unused = "no other layer takes its output features as input"
-            found.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
+            result.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
             if name not in taken and name in flow.called:
-                found.ends.append(name)
+                result.ends.append(name)
     for name, experts in find_experts(block).items():
         outcome = _split_experts(name, experts, check)
         if isinstance(outcome, str):
-            found.whole[name] = f"its experts stay whole: {outcome}"
+            result.whole[name] = f"its experts stay whole: {outcome}"
         else:
-            found.split.append(outcome)
-    return found
+            result.split.append(outcome)
+    return result
 
 
 def _split_experts(name: str, experts: nn.Module, check: BlockCheck) -> SplitRegion | str:
@@ -121,7 +127,7 @@ def _split_experts(name: str, experts: nn.Module, check: BlockCheck) -> SplitReg
                 reason = f"split over {check.size} ranks, {error}"
             continue
         region = Region((name,), (name,), (), ())
-        return SplitRegion(region, Proposal(styles, {}), tries, agreement.sharded_outputs)
+        return SplitRegion(region, Proposal(styles, {}), agreement.sharded_outputs)
     return reason
 
 
@@ -156,7 +162,7 @@ def _split(
             if tries == 1:
                 reason = f"split over {check.size} ranks, {error}"
             continue
-        return SplitRegion(region, proposal, tries, agreement.sharded_outputs)
+        return SplitRegion(region, proposal, agreement.sharded_outputs)
     return heads or reason
 
 
@@ -173,19 +179,6 @@ def _all_proposals(region: Region, own: Iterator[Proposal], published: Mapping[s
     yield from own
     if complete and gathers:
         yield Proposal(given, {})
-
-
-def merge_styles(tables: list[dict[str, Style]]) -> dict[str, Style]:
-    """The styles of several regions in one table. An attribute that several of them divide is divided once."""
-    merged: dict[str, Style] = {}
-    for table in tables:
-        for name, style in table.items():
-            earlier = merged.get(name)
-            if isinstance(style, Divide) and isinstance(earlier, Divide):
-                merged[name] = Divide(tuple(dict.fromkeys((*earlier.targets, *style.targets))))
-            else:
-                merged[name] = style
-    return merged
 
 
 # -- what earlier ways show --

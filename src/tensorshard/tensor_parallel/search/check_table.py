@@ -14,7 +14,7 @@ from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Style, Vocab
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import STYLES, SUM_GRADIENTS, Gather, Slice
-from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, starred
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, is_inside, join_names, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
@@ -62,14 +62,14 @@ def _check_outer_layers(model: nn.Module, table: TensorTable, run: ModelRun, siz
         past = {
             key
             for key, reader in run.capture.readers.items()
-            if isinstance(style, Gather) and _is_inside(key, name) and not _is_there(reader, style.reader(key))
+            if isinstance(style, Gather) and is_inside(key, [name]) and not _can_read(reader, style.reader(key))
         }
         if past:
             raise WrongTableError(
                 f"the tensor-parallel table is wrong for {', '.join(sorted(past))}, which cannot be {str(style)!r}: it "
                 f"is read outside of the forward in which it is put together; leave it out"
             )
-        if isinstance(style, Vocab | ColwiseGather) and not any(_is_inside(name, unit) for unit in run.calls):
+        if isinstance(style, Vocab | ColwiseGather) and not is_inside(name, run.calls):
             refusal = single.refusal(name, style)
             if refusal is not None:
                 raise WrongTableError(
@@ -90,8 +90,8 @@ def check_around_run(
         inner = styles_inside(name, styles)
         if inner:
             completed, shared = checker.check(name, units[name], call, inner)
-            styles.update({_join(name, key): style for key, style in completed.items()})
-            shared_inputs += [tuple(_join(name, layer) for layer in layers) for layers in shared]
+            styles.update({join_names(name, key): style for key, style in completed.items()})
+            shared_inputs += [tuple(join_names(name, layer) for layer in layers) for layers in shared]
     complete = collapse(styles, model)
     sequence: dict[str, SequenceSplit] = {}
     refused: dict[str, str] = {}
@@ -191,9 +191,7 @@ def _check_whole(
     """
     styles = table.resolve(model)
     outside = {
-        name: style
-        for name, style in styles.items()
-        if not style.always_right and not any(_is_inside(name, unit) for unit in run.calls)
+        name: style for name, style in styles.items() if not style.always_right and not is_inside(name, run.calls)
     }
     if checks.around is None:
         checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size)
@@ -250,14 +248,6 @@ def _listed(styles: Mapping[str, Style]) -> str:
     return ", ".join(f"{name} {style}" for name, style in styles.items())
 
 
-def _is_inside(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(f"{unit}.")
-
-
-def _is_there(reader: str, gathering: str) -> bool:
+def _can_read(reader: str, gathering: str) -> bool:
     """Whether the forward of `reader` can read a parameter that the module `gathering` gathers."""
-    return not gathering or _is_inside(reader, gathering)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
+    return not gathering or is_inside(reader, [gathering])

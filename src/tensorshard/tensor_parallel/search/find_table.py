@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.transformers_settings import GenerationCache
-from tensorshard.tensor_parallel.apply.apply_table import find_layouts
+from tensorshard.tensor_parallel.apply.apply_table import split_shares
 from tensorshard.tensor_parallel.search.block_search import BlockSearch, SplitRegion, search_block
 from tensorshard.tensor_parallel.search.check_table import WrongTableError, check_around_run
 from tensorshard.tensor_parallel.search.published_tables import published_table
@@ -19,7 +19,7 @@ from tensorshard.tensor_parallel.search.unpaired_layers import (
 )
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Style
-from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, starred
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, join_names, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
 from tensorshard.tensor_parallel.verify.inner_checks import KnownModules
@@ -70,9 +70,9 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
     styles: dict[str, Style] = {}
     first = _first_names(model)  # a module that several blocks share is split once
     for name, search in searches.items():
-        styles.update({first[_join(name, key)]: style for key, style in search.styles().items()})
-        whole.update({first[_join(name, key)]: reason for key, reason in search.whole.items()})
-    ends = {_join(name, layer) for name, search in searches.items() for layer in search.ends}
+        styles.update({first[join_names(name, key)]: style for key, style in search.styles().items()})
+        whole.update({first[join_names(name, key)]: reason for key, reason in search.whole.items()})
+    ends = {join_names(name, layer) for name, search in searches.items() for layer in search.ends}
     single = OuterLayersCheck(model, run.inputs, size)
     outer, outer_whole = split_outer_layers(model, list(units), size, run.capture, styles, ends, single)
     styles.update(outer)
@@ -81,7 +81,9 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
     gathered = gather_parameters(model, size, run.capture, styles)
     styles.update(gathered)
     reasons_by_name = {**unpaired_whole, **outer_whole, **whole}
-    unsplit = {name: why for name, why in reasons_by_name.items() if not styles.keys() & {name, _join(name, "weight")}}
+    unsplit = {
+        name: why for name, why in reasons_by_name.items() if not styles.keys() & {name, join_names(name, "weight")}
+    }
     reasons = {starred(name): reason for name, reason in unsplit.items()}
     alone = {starred(name): reasons_by_name[name] for name in unpaired if name in reasons_by_name}
     if not styles:
@@ -100,7 +102,7 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         verified = check(collapse(styles, model))
     except WrongTableError as error:
         together = {name: starred(name) for name in (*unpaired, *gathered)} | _regions_of_names(searches)
-        verified, left_out = _verified_part(model, styles, together, size, check, error)
+        verified, left_out = _partial_table(model, styles, together, size, check, error)
         reasons |= {starred(name): reason for name, reason in left_out.items()}
         alone = {name: reason for name, reason in alone.items() if name not in reasons}
     return replace(verified, whole=reasons | verified.whole, alone=alone)
@@ -134,16 +136,16 @@ def _search_all(
 def _first_names(model: nn.Module) -> dict[str, str]:
     """For every name of a module or parameter, the name that a table uses. Shared modules have several names."""
     first: dict[nn.Module, str] = {}
-    found = {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
+    modules = {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    own = {name: _join(found[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in parameters}
-    return found | own
+    own = {name: join_names(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in parameters}
+    return modules | own
 
 
 def _regions_of_names(searches: Mapping[str, BlockSearch]) -> dict[str, str]:
     """For each name, what it is split together with: a region, of all blocks of a list."""
     return {
-        _join(unit, name): f"{starred(unit)}: {split.region}"
+        join_names(unit, name): f"{starred(unit)}: {split.region}"
         for unit, search in searches.items()
         for split in search.split
         for name in split.proposal.styles
@@ -163,7 +165,7 @@ def _drop_inconsistent(searches: Mapping[str, BlockSearch], calls: Mapping[str, 
 def _mistaken_regions(
     searches: Mapping[str, BlockSearch], calls: Mapping[str, BlockCall]
 ) -> list[tuple[BlockSearch, SplitRegion]]:
-    found: dict[int, tuple[BlockSearch, SplitRegion]] = {}
+    mistaken: dict[int, tuple[BlockSearch, SplitRegion]] = {}
     for name, search in searches.items():
         providers = calls[name].providers
         wanted = {index: dim for split in search.split for index, dim in split.proposal.sliced_inputs.items()}
@@ -171,21 +173,17 @@ def _mistaken_regions(
             for index, dim in split.proposal.sliced_inputs.items():
                 given = _sharded_outputs(searches[providers[index][0]]) if index in providers else {}
                 if index not in providers or given.get(providers[index][1]) != dim:
-                    found[id(split)] = (search, split)
+                    mistaken[id(split)] = (search, split)
         for index, (provider, output) in providers.items():
             if index not in wanted:
                 for split in searches[provider].split:
                     if output in split.sharded_outputs:
-                        found[id(split)] = (searches[provider], split)
-    return list(found.values())
+                        mistaken[id(split)] = (searches[provider], split)
+    return list(mistaken.values())
 
 
 def _sharded_outputs(search: BlockSearch) -> dict[int, int]:
     return {index: dim for split in search.split for index, dim in split.sharded_outputs.items()}
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 # -- the part of a table that is right --
@@ -194,7 +192,7 @@ def _join(prefix: str, name: str) -> str:
 _MOST_TRIES = 12
 
 
-def _verified_part(
+def _partial_table(
     model: nn.Module,
     styles: Mapping[str, Style],
     part_of: Mapping[str, str],
@@ -220,7 +218,7 @@ def _verified_part(
     parts: dict[str, dict[str, Style]] = {}
     for name, style in styles.items():
         parts.setdefault(part_of.get(name, name), {})[name] = style
-    weights = {part: _split_elements(model, table, size) for part, table in parts.items()}
+    weights = {part: split_shares(model, collapse(table, model), size)[0] for part, table in parts.items()}
     taken: dict[str, Style] = {}
     verified: VerifiedTable | None = None
     left_out: dict[str, str] = {}
@@ -241,8 +239,3 @@ def _verified_part(
 
 def _reason(error: WrongTableError) -> str:
     return (str(error).partition("although its blocks do: ")[2] or str(error)).splitlines()[0]
-
-
-def _split_elements(model: nn.Module, table: dict[str, Style], size: int) -> int:
-    layouts = find_layouts(model, collapse(table, model).resolve(model), size)
-    return sum(p.numel() for name, p in model.named_parameters() if layouts[name].dim is not None)

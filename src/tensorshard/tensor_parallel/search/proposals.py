@@ -16,7 +16,6 @@ from tensorshard.tensor_parallel.table.layer_kinds import (
 )
 from tensorshard.tensor_parallel.table.layer_styles import ColwiseShared, PackedColwise, Style
 from tensorshard.tensor_parallel.table.styles import (
-    CHANNELS,
     COLWISE,
     COLWISE_GATHER_INTO,
     DIVIDED,
@@ -116,7 +115,7 @@ def _enter_styles(block: nn.Module, region: Region, styles: Mapping[str, Style])
     Empty if there are no such layers, or one of them cannot be treated so.
     """
     layers = {name: as_splittable(module) for name, module in block.named_modules() if name in region.entered}
-    if not all(layer is not None and layer.kind == "linear" and not layer.own_forward for layer in layers.values()):
+    if not all(layer is not None and layer.is_plain_linear for layer in layers.values()):
         return {}
     changed = {name: ROWWISE_INTO if name in region.rows else COLWISE_GATHER_INTO for name in layers}
     for name in region.fed if changed else ():
@@ -158,15 +157,15 @@ def _channelwise_modules(block: nn.Module, region: Region, size: int) -> dict[st
     widths: set[int] = set()
     if _has_convolutions(block, region):
         widths = {width // parts for width in _widths(block, region) for parts in (1, 2, 3)}
-    found = {}
+    modules = {}
     for name in region.channelwise:
         module = block.get_submodule(name)
         described = as_channelwise(module)
         if described is None or not (described.surely or described.inputs in widths):
             continue
         if computes_by_channel(module, size):
-            found[name] = described
-    return found
+            modules[name] = described
+    return modules
 
 
 def _channel_styles(block: nn.Module, packing: dict[str, Style], modules: dict[str, Channelwise]) -> dict[str, Style]:
@@ -176,9 +175,7 @@ def _channel_styles(block: nn.Module, packing: dict[str, Style], modules: dict[s
         layer = as_splittable(block.get_submodule(name))
         if layer is not None and isinstance(style, PackedColwise) and len(style.sizes) == 1:
             parts[layer.outputs] = style.sizes[0]
-    return {
-        name: Channels(parts[found.inputs]) if found.inputs in parts else CHANNELS for name, found in modules.items()
-    }
+    return {name: Channels(parts.get(module.inputs, 1)) for name, module in modules.items()}
 
 
 def _widths(block: nn.Module, region: Region) -> set[int]:
@@ -310,12 +307,12 @@ def _input_slicings(
     region: Region, inputs: list[torch.Tensor], size: int, provided: Container[int]
 ) -> list[dict[int, int]]:
     """Nothing, or one floating-point input from another block that the region may apply to its activations per head."""
-    found: list[dict[int, int]] = [{}]
+    slicings: list[dict[int, int]] = [{}]
     for index in region.inputs:
         tensor = inputs[index]
         if tensor.is_floating_point() and index in provided:
-            found += [{index: dim} for dim in range(tensor.ndim - 1) if tensor.shape[dim] % size == 0]
-    return found
+            slicings += [{index: dim} for dim in range(tensor.ndim - 1) if tensor.shape[dim] % size == 0]
+    return slicings
 
 
 # -- attention whose keys and values have fewer heads than there are ranks --

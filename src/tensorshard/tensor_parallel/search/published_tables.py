@@ -27,27 +27,11 @@ _STYLES: dict[str, Style] = {
     "replicate": Replicate(),
 }
 # Styles for mixtures of experts, and for activations alone. The search decides about what they name.
-_NO_EQUIVALENT = frozenset(
-    {
-        "all_reduce",
-        "embedding_colwise",
-        "ep_dispatch_experts",
-        "ep_router",
-        "free_full_weight",
-        "gather",
-        "grouped_gemm",
-        "isolated_from_parallel",
-        "local",
-        "local_packed_rowwise",
-        "local_params",
-        "mla_kv_a_proj",
-        "moe_identity_expert",
-        "moe_tp_experts",
-        "packed_colwise",
-        "packed_rowwise",
-        "sequence_parallel",
-    }
-)
+_NO_EQUIVALENT = frozenset([
+    "all_reduce", "embedding_colwise", "ep_dispatch_experts", "ep_router", "free_full_weight", "gather",
+    "grouped_gemm", "isolated_from_parallel", "local", "local_packed_rowwise", "local_params", "mla_kv_a_proj",
+    "moe_identity_expert", "moe_tp_experts", "packed_colwise", "packed_rowwise", "sequence_parallel",
+])  # fmt: skip
 
 
 def published_table(model: nn.Module) -> tuple[TensorTable, dict[str, str]]:

@@ -18,6 +18,7 @@ from tensorshard.tensor_parallel.table.layer_kinds import (
 )
 from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Rowwise, Style
 from tensorshard.tensor_parallel.table.styles import Heads, Sum
+from tensorshard.tensor_parallel.table.table import join_names
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
@@ -60,11 +61,6 @@ class StreamFlow:
 def leaves_as_long(shapes: Mapping[int, torch.Size], dim: int, length: int) -> tuple[int, ...]:
     """Indices of the `shapes` that have `length` elements along `dim`."""
     return tuple(leaf for leaf, shape in shapes.items() if len(shape) > dim and shape[dim] == length)
-
-
-def projection_of(attention: str) -> str:
-    """The name of an ``nn.MultiheadAttention``'s output layer."""
-    return f"{attention}.out_proj" if attention else "out_proj"
 
 
 def follow_stream(block: nn.Module, call: BlockCall, styles: Mapping[str, Style], index: int) -> StreamFlow:
@@ -141,13 +137,13 @@ class _StreamSources(Provenance[str]):
             self._inside_column += 1
             named = named_arguments(module, args, kwargs)
             sequences = {id(named[key]) for key in ("query", "key", "value")}
-            found = {
+            shapes = {
                 index: leaf.shape
                 for index, leaf in enumerate(tensor_leaves((args, kwargs)))
                 if id(leaf) in sequences and self.holds(leaf)
             }
-            if found:
-                self.flow.attentions.setdefault(name, found)
+            if shapes:
+                self.flow.attentions.setdefault(name, shapes)
 
         return hook
 
@@ -157,7 +153,7 @@ class _StreamSources(Provenance[str]):
             for tensor in tensor_leaves(output)[1:]:  # the attention weights
                 self.set(tensor, [])
             if name in self.flow.attentions:
-                self._row_put_out(projection_of(name), tensor_leaves(output)[0], biased)
+                self._row_put_out(join_names(name, "out_proj"), tensor_leaves(output)[0], biased)
 
         return hook
 
@@ -170,7 +166,7 @@ class _StreamSources(Provenance[str]):
 
     def _unsplit_attention_called(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            layer = projection_of(name)
+            layer = join_names(name, "out_proj")
             if any(map(self.holds, named_arguments(module, args, kwargs).values())) and layer not in self.flow.unsplit:
                 self.flow.unsplit.append(layer)
 
@@ -197,17 +193,17 @@ class _StreamSources(Provenance[str]):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             leaves = tensor_leaves((args, kwargs))
             self._given[name] = {index: storage_key(leaf) for index, leaf in enumerate(leaves)}
-            found = {index: leaf.shape for index, leaf in enumerate(leaves) if self.holds(leaf)}
-            self.flow.entries.setdefault(name, found)
-            beside = (index for index, leaf in enumerate(leaves) if index not in found and leaf.is_floating_point())
+            shapes = {index: leaf.shape for index, leaf in enumerate(leaves) if self.holds(leaf)}
+            self.flow.entries.setdefault(name, shapes)
+            beside = (index for index, leaf in enumerate(leaves) if index not in shapes and leaf.is_floating_point())
             self.flow.beside.setdefault(name, tuple(beside))
 
         return hook
 
     def _returned(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = {index: leaf.shape for index, leaf in enumerate(tensor_leaves(output)) if self.holds(leaf)}
-            self.flow.exits.setdefault(name, found)
+            shapes = {index: leaf.shape for index, leaf in enumerate(tensor_leaves(output)) if self.holds(leaf)}
+            self.flow.exits.setdefault(name, shapes)
 
         return hook
 

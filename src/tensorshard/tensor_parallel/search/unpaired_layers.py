@@ -88,9 +88,9 @@ def split_outer_layers(
 
 
 def split_unpaired_layers(
-    model: nn.Module, size: int, capture: Capture, found: Mapping[str, Style], check: OuterLayersCheck
+    model: nn.Module, size: int, capture: Capture, taken: Mapping[str, Style], check: OuterLayersCheck
 ) -> Found:
-    """Splits convolutions and linear layers that have no style among `found`, those so far.
+    """Splits convolutions and linear layers that have no style among `taken`, those so far.
 
     Args:
         capture: what a run of the model showed of its parameters.
@@ -100,7 +100,7 @@ def split_unpaired_layers(
     layers = {
         name: (module, layer)
         for name, module in model.named_modules()
-        if name not in found and (layer := as_splittable(module)) is not None and layer.has_rows
+        if name not in taken and (layer := as_splittable(module)) is not None and layer.has_rows
     }
     elements = {name: own_parameters(module)["weight"].numel() for name, (module, _) in layers.items()}
     in_lists: Counter[str] = Counter()
@@ -135,7 +135,7 @@ def _unusable(module: nn.Module, layer: SplittableLayer, names: Mapping[int, str
     return "its parameters are read by other code than its own forward" if own & capture.used_outside else None
 
 
-def gather_parameters(model: nn.Module, size: int, capture: Capture, found: Mapping[str, Style]) -> dict[str, Style]:
+def gather_parameters(model: nn.Module, size: int, capture: Capture, taken: Mapping[str, Style]) -> dict[str, Style]:
     """Styles of the parameters of `model` that are still whole, and that each rank can keep a slice of.
 
     This is right if only the module that holds a parameter reads it, in its forward: a recurrent layer, a table of
@@ -144,7 +144,7 @@ def gather_parameters(model: nn.Module, size: int, capture: Capture, found: Mapp
 
     Args:
         capture: what a run of the model showed: its ``readers`` say which modules read the parameters of others.
-        found: the styles so far.
+        taken: the styles so far.
     """
     readers, parameters = capture.readers, dict(model.named_parameters())
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -156,7 +156,7 @@ def gather_parameters(model: nn.Module, size: int, capture: Capture, found: Mapp
     for name, parameter in parameters.items():
         owner = name.rpartition(".")[0]
         layer = as_splittable(model.get_submodule(owner))
-        if name not in capture.read or name in found or (owner in found and not isinstance(found[owner], Divide)):
+        if name not in capture.read or name in taken or (owner in taken and not isinstance(taken[owner], Divide)):
             continue
         reader = readers.get(name, owner)
         called_as_layer = name not in readers and layer is not None and not layer.own_forward

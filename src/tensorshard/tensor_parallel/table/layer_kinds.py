@@ -53,6 +53,16 @@ class SplittableLayer:
         """Whether its input features can be split too, so that its output is a sum over the ranks."""
         return self.kind in ("linear", "convolution")
 
+    @property
+    def is_plain_linear(self) -> bool:
+        """Whether it is a linear layer with torch's forward."""
+        return self.kind == "linear" and not self.own_forward
+
+    @property
+    def runs_on_parts(self) -> bool:
+        """Whether its forward is kept, and runs on this rank's part of the weight: a convolution's, or a user's."""
+        return self.has_rows and not self.is_plain_linear
+
 
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
     """How `module` could be split, or None if it is no layer that could.
@@ -184,18 +194,18 @@ def channel_layouts(name: str, module: nn.Module, size: int, parts: int = 1) -> 
     Raises:
         ValueError: the module does not compute channel by channel, or its groups cannot be divided.
     """
-    found = as_channelwise(module)
-    if found is None:
+    channels = as_channelwise(module)
+    if channels is None:
         raise ValueError(
             f"{name} is a {type(module).__name__}, which cannot be 'channels': that is for batch, group and instance "
             f"norms, convolutions of several groups, and modules that hold one number a channel"
         )
-    by_channel = found.groups == found.inputs == found.outputs
-    if found.outputs % parts or found.inputs % parts or (found.groups % (parts * size) and not by_channel):
+    by_channel = channels.groups == channels.inputs == channels.outputs
+    if channels.outputs % parts or channels.inputs % parts or (channels.groups % (parts * size) and not by_channel):
         packed = "" if parts == 1 else f" in {parts} parts"
         raise ValueError(
-            f"{name} has {found.groups} groups of its {found.outputs} channels{packed}, which cannot be divided over "
-            f"{size} ranks; lower tp, or leave it and the layers around it whole"
+            f"{name} has {channels.groups} groups of its {channels.outputs} channels{packed}, which cannot be divided "
+            f"over {size} ranks; lower tp, or leave it and the layers around it whole"
         )
     return {
         key: Layout(0, (tensor.shape[0] // parts,) * parts) for key, tensor in _own_tensors(module) if tensor.ndim > 0
@@ -204,9 +214,9 @@ def channel_layouts(name: str, module: nn.Module, size: int, parts: int = 1) -> 
 
 def keep_own_channels(module: nn.Module, rank: int, size: int, parts: int = 1) -> None:
     """Sets the channel and group counts of `module` to those of rank `rank` of `size`. Its tensors do not change."""
-    found = as_channelwise(module)
-    assert found is not None
-    for key in found.counts:
+    channels = as_channelwise(module)
+    assert channels is not None
+    for key in channels.counts:
         setattr(module, key, parts * shard_sizes(getattr(module, key) // parts, size)[rank])
 
 

@@ -113,7 +113,7 @@ class LayerStyle(Style):
                 f"{name} is a {type(module).__name__}, which cannot be {self.name!r}: that is for "
                 f"{_CLASS_NAMES[self.layer_kinds[0]]}{'; it can be classes' if is_head else ''}"
             )
-        if self.sums_output_gradients and (layer.kind != "linear" or layer.own_forward):
+        if self.sums_output_gradients and not layer.is_plain_linear:
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which cannot be {str(self)!r}: that is for an nn.Linear"
             )

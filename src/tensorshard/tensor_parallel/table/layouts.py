@@ -25,8 +25,8 @@ class Layout:
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
         """The (start, length) along `dim` that rank `rank` of `size` holds, in its order."""
         starts = [sum(self.parts[:index]) for index in range(len(self.parts))]
-        held = [shard_range(part, size, rank) for part in self.parts]
-        return [(start + offset, length) for start, (offset, length) in zip(starts, held, strict=True)]
+        pieces = [shard_range(part, size, rank) for part in self.parts]
+        return [(start + offset, length) for start, (offset, length) in zip(starts, pieces, strict=True)]
 
     def local_shape(self, shape: Sequence[int], rank: int, size: int) -> torch.Size:
         """The shape of what rank `rank` of `size` holds of a parameter of `shape`."""
@@ -60,14 +60,14 @@ def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int, *, apar
     return local_shard(full, layout, rank, size)
 
 
-def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The full parameter, from the shards that the ranks hold (``held[rank]``): undoes :func:`local_shard`."""
+def join_shards(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """The full parameter, from the shards that the ranks hold (``shards[rank]``): undoes :func:`local_shard`."""
     if layout.dim is None:
-        return held[0]
-    size = len(held)
+        return shards[0]
+    size = len(shards)
     pieces: list[list[torch.Tensor]] = [
         list(local.split([length for _, length in layout.ranges(rank, size)], layout.dim))
-        for rank, local in enumerate(held)
+        for rank, local in enumerate(shards)
     ]
     return torch.cat([pieces[rank][part] for part in range(len(layout.parts)) for rank in range(size)], layout.dim)
 

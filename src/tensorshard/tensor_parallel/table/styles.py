@@ -280,7 +280,6 @@ VOCAB: Style = Vocab()
 CLASSES: Style = Classes()
 SUM_GRADIENTS: Style = Replicate("sum_grad")
 DIVIDED: Style = Replicate("divided")
-CHANNELS: Style = Channels()
 SUM: Style = Sum()
 HEADS: Style = Heads()
 

@@ -90,29 +90,29 @@ class TensorTable:
         for pattern in self.entries:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(_nothing_matches(pattern, names))
-        found: dict[str, Style] = {}
+        styles: dict[str, Style] = {}
         for name in names:
             if name in self.entries:
-                found[name] = self.entries[name]
+                styles[name] = self.entries[name]
                 continue
             matching = [pattern for pattern in self.entries if fnmatchcase(name, pattern)]
             if len({self.entries[pattern] for pattern in matching}) > 1:
                 said = " and ".join(f"{pattern!r} ({self.entries[pattern]})" for pattern in matching)
                 raise ValueError(f"{name} is matched by {said}, which disagree: make one of them more specific")
             if matching:
-                found[name] = self.entries[matching[0]]
-        return found | _tied_layers(model, found) | _output_projections(model, found)
+                styles[name] = self.entries[matching[0]]
+        return styles | _tied_layers(model, styles) | _output_projections(model, styles)
 
     def restricted_to(self, name: str, module: nn.Module) -> dict[str, Style]:
         """The styles of what is inside `module`, by the names in it. The model calls the module `name`."""
         prefix = f"{name}." if name else ""
-        found = {}
+        styles = {}
         inner = [key for key, _ in module.named_modules() if key] + [key for key, _ in module.named_parameters()]
         for key in inner:
             matching = [p for p in self.entries if fnmatchcase(prefix + key, p)]
             if matching:
-                found[key] = self.entries[prefix + key if prefix + key in matching else matching[0]]
-        return found
+                styles[key] = self.entries[prefix + key if prefix + key in matching else matching[0]]
+        return styles
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,16 @@ def starred(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
+def join_names(outer: str, inner: str) -> str:
+    """The name in a model of what the module `outer` calls `inner`; "" is the model, or the module, itself."""
+    return f"{outer}.{inner}" if outer and inner else outer or inner
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether `name` is that of one of `modules`, or of something in it."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
 def _tied_layers(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
     """Styles of the layers that share a weight with one that is split by vocabulary."""
     split = {
@@ -206,7 +216,7 @@ def _output_projections(model: nn.Module, styles: Mapping[str, Style]) -> dict[s
     implied = {}
     for name, module in model.named_modules():
         if styles.get(name) == HEADS and is_multihead_attention(module):
-            projection = f"{name}.out_proj" if name else "out_proj"
+            projection = join_names(name, "out_proj")
             if styles.get(projection, ROWWISE) != ROWWISE:
                 raise ValueError(
                     f"{projection} is {str(styles[projection])!r}, but the heads of {name} are split ('heads'), so "

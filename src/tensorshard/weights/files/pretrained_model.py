@@ -153,17 +153,17 @@ def _find_stored(files: list[WeightFile], module: nn.Module) -> StoredWeights:
                 )
             where[name] = file
     wanted = module.state_dict(keep_vars=True)
-    found = StoredWeights(files)
+    stored = StoredWeights(files)
     if is_of_transformers(module):
         from tensorshard.weights.files.transformers_weights import match
 
-        match(found, where, module)
+        match(stored, where, module)
     else:
-        _match_names(found, where, wanted)
+        _match_names(stored, where, wanted)
     wrong = [
-        f"{name} has shape {tuple(found.layouts[name].shape)} in the files and {tuple(wanted[name].shape)} in the model"
-        for name in found.made_of
-        if found.layouts[name].shape != wanted[name].shape
+        f"{name} has shape {tuple(layout.shape)} in the files and {tuple(wanted[name].shape)} in the model"
+        for name, layout in stored.layouts.items()
+        if layout.shape != wanted[name].shape
     ]
     if wrong:
         more = f"; {len(wrong) - 3} more differ" if len(wrong) > 3 else ""
@@ -171,18 +171,18 @@ def _find_stored(files: list[WeightFile], module: nn.Module) -> StoredWeights:
             f"{files[0].path.parent} has the weights of another model than {type(module).__name__}: "
             f"{'; '.join(wrong[:3])}{more}. Give the model that they are of: from_pretrained(path, model=...)"
         )
-    return found
+    return stored
 
 
-def _match_names(found: StoredWeights, where: Mapping[str, WeightFile], wanted: Mapping[str, torch.Tensor]) -> None:
+def _match_names(stored: StoredWeights, where: Mapping[str, WeightFile], wanted: Mapping[str, torch.Tensor]) -> None:
     renamed = _without_common_prefix(where, wanted)
     for name, file in where.items():
         target = renamed(name)
         if target not in wanted:
-            found.unused.append(name)
+            stored.unused.append(name)
             continue
-        found.layouts[target] = file.layout(name)
-        found.made_of[target] = partial(file.__getitem__, name)
+        stored.layouts[target] = file.layout(name)
+        stored.made_of[target] = partial(file.__getitem__, name)
 
 
 def _without_common_prefix(stored: Iterable[str], wanted: Iterable[str]) -> Callable[[str], str]:
@@ -199,12 +199,12 @@ def _without_common_prefix(stored: Iterable[str], wanted: Iterable[str]) -> Call
 
 
 def _check_same_files(stored: StoredWeights, path: Path, group: dist.ProcessGroup) -> None:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, stored.describe(), group=group)
-    for rank, files in enumerate(found):
-        if files != found[0]:
+    files_of: list[Any] = [None] * group.size()
+    dist.all_gather_object(files_of, stored.describe(), group=group)
+    for rank, files in enumerate(files_of):
+        if files != files_of[0]:
             raise ValueError(
-                f"rank {rank} finds other files in {path} than rank 0: {_named(files)} there and {_named(found[0])} "
+                f"rank {rank} finds other files in {path} than rank 0: {_named(files)} there and {_named(files_of[0])} "
                 f"on rank 0; every machine needs the same"
             )
 

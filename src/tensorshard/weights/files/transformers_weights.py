@@ -17,8 +17,8 @@ from torch import nn
 from tensorshard.weights.files.stored_weights import StoredWeights, WeightFile, is_of_transformers
 
 
-def match(found: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> None:
-    """Fills `found` with the tensors of `where` that `model`, a PreTrainedModel on the meta device, needs."""
+def match(stored: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> None:
+    """Fills `stored` with the tensors of `where` that `model`, a PreTrainedModel on the meta device, needs."""
     wanted = model.state_dict(keep_vars=True)
     rules = _Rules(model)
     groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -27,7 +27,7 @@ def match(found: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> 
         if target not in wanted and name in wanted:
             target, pattern = name, None
         if target not in wanted:
-            found.unused.append(name)
+            stored.unused.append(name)
         elif pattern is None:
             groups[target] = (None, [(name, name)])
         else:
@@ -35,16 +35,16 @@ def match(found: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> 
     for target, (converter, sources) in groups.items():
         if converter is None:
             name = sources[0][1]
-            found.layouts[target] = where[name].layout(name)
-            found.made_of[target] = partial(where[name].__getitem__, name)
+            stored.layouts[target] = where[name].layout(name)
+            stored.made_of[target] = partial(where[name].__getitem__, name)
             continue
         conversion = _Conversion(target, converter, sources, where, model)
         for name, layout in conversion.run(lambda file, key: file.layout(key)).items():
             if name not in wanted:
-                found.unused.append(name)
+                stored.unused.append(name)
                 continue
-            found.layouts[name] = layout
-            found.made_of[name] = partial(conversion.read, name)
+            stored.layouts[name] = layout
+            stored.made_of[name] = partial(conversion.read, name)
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class TensorMethodRecorder(TorchFunctionMode):
     def __init__(self, recorder: OperationRecorder, internal: frozenset[str]) -> None:
         """
         Args:
-            recorder: is told of reads.
+            recorder: gets the reads, as failures.
             internal: The names in a fake tensor's `__dict__` that are not the user's.
         """
         super().__init__()

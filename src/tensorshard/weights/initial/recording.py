@@ -290,14 +290,14 @@ def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
     blanks: list[tuple[nn.Module, str, torch.Tensor]] = []
     resets: list[Callable[[], object]] = []
     for path, owner in module.named_modules():
-        held = [
+        unset = [
             (owner, name, tensor)
             for name, tensor in (*own_parameters(owner).items(), *own_buffers(owner).items())
             if tensor.is_meta
         ]
-        if held:
-            blanks.extend(held)
-            resets.append(_reset_method(owner, path, held[0][1]))
+        if unset:
+            blanks.extend(unset)
+            resets.append(_reset_method(owner, path, unset[0][1]))
     names = [name for name, tensor in named_tensors(module) if tensor.is_meta]
 
     def build() -> nn.Module:

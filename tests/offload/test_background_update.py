@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tensorshard as ts
-from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.offload.background_update import BackgroundUpdate
 
 LOOKS: dict[str, Callable[[ts.Engine], Any]] = {
     "parameters": lambda engine: [p.detach().clone() for p in engine.model.parameters()],
@@ -98,7 +98,7 @@ def _fails(folder: str) -> list[str]:
     os.pwritev = fail  # type: ignore[assignment]
     try:
         engine.step(*_batch(1))
-        engine._offloaded.behind.finish()
+        engine._update.background.finish()
     finally:
         os.pwritev = pwritev
     optimizer = engine._optimizer
@@ -122,7 +122,7 @@ def test_a_program_that_ends_waits_for_its_last_update_and_shows_its_error():
     program = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.offload.background_update import BackgroundUpdate
 
 pool = ThreadPoolExecutor(1)
 
@@ -133,9 +133,9 @@ def written():
 def fails():
     raise OSError("the disk failed")
 
-updates = [UpdateBehind(), UpdateBehind()]
-for behind, update in zip(updates, (written, fails)):
-    behind.start(update, [], None)
+updates = [BackgroundUpdate(), BackgroundUpdate()]
+for background, update in zip(updates, (written, fails)):
+    background.start(update, [], None)
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout == "written\n"
@@ -144,11 +144,11 @@ for behind, update in zip(updates, (written, fails)):
 
 def test_the_next_update_takes_masters_in_the_order_in_which_they_were_needed():
     first, second, third = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    behind = UpdateBehind()
-    assert behind.in_order([first, second, third]) == [first, second, third]
-    behind.wait([third])
-    behind.wait([first, third])
-    assert [id(p) for p in behind.in_order([first, second, third])] == [id(p) for p in (third, first, second)]
+    background = BackgroundUpdate()
+    assert background.in_order([first, second, third]) == [first, second, third]
+    background.wait([third])
+    background.wait([first, third])
+    assert [id(p) for p in background.in_order([first, second, third])] == [id(p) for p in (third, first, second)]
 
 
 def test_an_optimizer_of_another_kind_is_refused(ranks, tmp_path):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from log_lines import logged
+from tensorshard.common.paths import CACHE_VARIABLE, cache_folder
 from tensorshard.tensor_parallel.search import choose_table
-from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
+from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table, model_digest
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.search.table_cache import CACHE_VARIABLE, cache_folder, model_digest
 from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 

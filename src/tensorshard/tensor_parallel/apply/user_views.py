@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from tensorshard.model.call_stack import is_called_by_user, mark_modules
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.watched_parameters import Pause, unwatch, watch
+from tensorshard.tensor_parallel.apply.full_view import FullView, PartOf
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.apply.whole_parameter import PartOf, WholeParameter
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.modules import own_parameters, parameter_at, set_parameter
 
 
-class WholeParameters:
+class UserViews:
     """The split parameters of one model, which look whole to the user's code.
 
     Args:
@@ -48,15 +48,15 @@ class WholeParameters:
         self._in_hook = False  # of the user's, on a module
         self._depth = 1  # until the first :meth:`begin`
         # What ZeRO 3 shows between a forward and its backward.
-        self._gathered: list[tuple[nn.Parameter, WholeParameter]] = []
-        self._watches: dict[nn.Parameter, WholeParameter] = {}
+        self._gathered: list[tuple[nn.Parameter, FullView]] = []
+        self._watches: dict[nn.Parameter, FullView] = {}
         for name, parameter in model.named_parameters():
             if split.num_shards(name) > 1 or isinstance(parameter, DTensor):  # with ZeRO 3 all look whole, or none
-                self._watches[parameter] = WholeParameter(
+                self._watches[parameter] = FullView(
                     name, split, shapes[name], self.is_users_call, isinstance(parameter, DTensor)
                 )
-        for parameter, watching in self._watches.items():
-            watch(parameter, watching)
+        for parameter, view in self._watches.items():
+            watch(parameter, view)
         self._pause = Pause(self._watches)
         self._pause.begin()
         self._places = [
@@ -157,11 +157,11 @@ class WholeParameters:
                 return
             for module, key, tensor in given.pop():
                 set_parameter(module, key, tensor)
-            for module, key, parameter, watching in self._places:
+            for module, key, parameter, view in self._places:
                 shown = parameter_at(module, key)
-                if watching.is_sharded and shown is not parameter and isinstance(shown, nn.Parameter):
-                    watch(shown, watching)
-                    self._gathered.append((shown, watching))
+                if view.is_sharded and shown is not parameter and isinstance(shown, nn.Parameter):
+                    watch(shown, view)
+                    self._gathered.append((shown, view))
             self._leave()
 
         hook_root(model, RootRole.WHOLE_PARAMETERS, before=before, after=after, always=True)
@@ -169,10 +169,10 @@ class WholeParameters:
     def _cut_given(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Puts parts in the place of whole tensors that were given for a call, as ``torch.func.functional_call``
         does."""
-        for module, key, parameter, watching in self._places:
+        for module, key, parameter, view in self._places:
             tensor = parameter_at(module, key)
-            if tensor is not parameter and tensor is not None and tensor.shape == watching.shape:
-                set_parameter(module, key, PartOf.apply(tensor, watching))
+            if tensor is not parameter and tensor is not None and tensor.shape == view.shape:
+                set_parameter(module, key, PartOf.apply(tensor, view))
                 yield module, key, tensor
 
 

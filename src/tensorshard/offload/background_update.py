@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-class UpdateBehind:
+class BackgroundUpdate:
     """Runs one update at a time in a thread, and notes which master weights it has updated.
 
     The next update goes in the order in which the last forward needed the master weights.

@@ -48,20 +48,20 @@ def indexed(index: Any, shape: Sequence[int], dim: int) -> tuple[tuple[Any, ...]
     if any(isinstance(entry, list) for entry in entries):
         return None
     advanced = [entry for entry in entries if isinstance(entry, torch.Tensor)]
-    whole_numbers = [entry for entry in entries if isinstance(entry, int)]
-    if len(advanced) > 1 or (advanced and whole_numbers):
+    numbers = [entry for entry in entries if isinstance(entry, int)]
+    if len(advanced) > 1 or (advanced and numbers):
         return None  # several index tensors are broadcast, and their dimensions move
     taken = sum(_dims_taken(entry) for entry in entries)
     if Ellipsis not in [entry for entry in entries if not isinstance(entry, torch.Tensor)]:
         entries.append(Ellipsis)
     part: list[Any] = []
     position, out = 0, 0
-    found = None
+    split = None
     for entry in entries:
         if entry is Ellipsis:
             rest = len(shape) - taken
             if position <= dim < position + rest:
-                found = out + dim - position
+                split = out + dim - position
             part.append(entry)
             position, out = position + rest, out + rest
             continue
@@ -69,10 +69,10 @@ def indexed(index: Any, shape: Sequence[int], dim: int) -> tuple[tuple[Any, ...]
         if length and position <= dim < position + length:
             if not isinstance(entry, slice) or entry.indices(shape[dim]) != (0, shape[dim], 1):
                 return None
-            found = out
+            split = out
         part.append(entry)
         position, out = position + length, out + _dims_made(entry)
-    return None if found is None else (tuple(part), found)
+    return None if split is None else (tuple(part), split)
 
 
 def _dims_taken(entry: Any) -> int:

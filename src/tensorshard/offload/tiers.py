@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,9 +15,7 @@ from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.folders import BLOCK, scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.plan.offload import Offload
-
-if TYPE_CHECKING:
-    from tensorshard.offload.activations import OffloadedActivations
+from tensorshard.plan.storage import Place, TemporaryCopy
 
 _LEAST_ON_DISK = 1 << 16  # bytes; smaller tensors are not worth a request of their own
 
@@ -144,7 +143,7 @@ class DeviceSlot(Slot):
 
 
 @dataclass(frozen=True)
-class OffloadedMaster:
+class OffloadedMaster(Place):
     """The places of a master weight.
 
     Args:
@@ -158,8 +157,12 @@ class OffloadedMaster:
     copy: torch.Tensor | None = None
     device_copy: DeviceSlot | None = None
 
+    @property
+    def holds_gradients(self) -> bool:
+        return self.device_copy is None
 
-class Slots:
+
+class Tiers:
     """Makes the slots of one rank: in host memory as long as its budget lasts, then in one scratch file.
 
     Under a ``FakeTensorMode`` they are counted in the same way, and take no memory.
@@ -170,7 +173,6 @@ class Slots:
         copies: copies between the device and the host; None if the device is the host.
 
     Attributes:
-        activations: moves activations; None if they stay on the device.
         failure: an error in reading parameters that the other ranks do not know yet; None for none.
         fake: whether it was made under a ``FakeTensorMode``.
 
@@ -183,7 +185,6 @@ class Slots:
         self.offload = offload
         self.copies = copies
         self.failure: OSError | None = None
-        self.activations: OffloadedActivations | None = None
         self._file: ScratchFile | None = None
         self._left: int | None = None  # bytes of the budget
         self._held: dict[tuple[str, str], int] = {}
@@ -216,16 +217,13 @@ class Slots:
 
         Weights that come back to the device count as "host memory".
         """
-        of_activations = 0 if self.activations is None else self.activations.space.moved(where)
         back = sum(slot.moved for slot in self._on_device) if where == _HOST else 0
-        return of_activations + back + sum(slot.moved for place, slot in self._made if place == where)
+        return back + sum(slot.moved for place, slot in self._made if place == where)
 
     def forget_moved(self) -> None:
         """Makes :meth:`moved` count from zero again."""
         for slot in (*self._on_device, *(slot for _, slot in self._made)):
             slot.moved = 0
-        if self.activations is not None:
-            self.activations.space.forget_moved()
 
     def add(self, tier: str, specs: Sequence[SlotSpec]) -> list[Slot]:
         """A slot for each of `specs`, filled with zeros: on disk if `tier` says so, or if the budget of host memory is
@@ -234,7 +232,7 @@ class Slots:
         Raises:
             ValueError: the disk has no space for them.
         """
-        in_memory = [tier == "cpu" and self.borrow(spec.nbytes) for spec in specs]
+        in_memory = [tier == "cpu" and self.reserve(spec.nbytes) for spec in specs]
         on_disk = [spec for spec, here in zip(specs, in_memory, strict=True) if not here]
         reserved = offset = 0
         if on_disk and not self.fake:
@@ -278,10 +276,10 @@ class Slots:
         failure, self.failure = self.failure, None
         return failure
 
-    def settle(self) -> None:
+    def sync_mapping(self) -> None:
         """Called before transfers, in case :attr:`Slot.tensor` was read or written since the last ones."""
         if self._file is not None:
-            self._file.settle()
+            self._file.sync_mapping()
 
     @property
     def held_by_kind(self) -> dict[tuple[str, str], int]:
@@ -294,7 +292,7 @@ class Slots:
         lines.append(f"{'buffers':<16} {'host memory':<11} {self.offload.buffer_bytes / 2**20:>12,.1f} MiB")
         return "\n".join(lines)
 
-    def borrow(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int) -> bool:
         """Takes so many bytes from the budget of host memory, if it has them; returns whether it has. Below 0 gives
         back."""
         if self._left is None:
@@ -313,30 +311,17 @@ class Slots:
         self._held[place] = self._held.get(place, 0) + spec.nbytes
 
 
-class SpareRoom:
-    """Room for a second copy of offloaded tensors, such as those that are being read from a checkpoint.
+class CopyOnDisk(TemporaryCopy):
+    """Memory for a second copy of tensors in a scratch file, which is gone with them."""
 
-    Tensors that the plan has on disk, or may have there, get it in a scratch file, which is gone with them.
-
-    Args:
-        slots: of the plan; None without offload.
-    """
-
-    def __init__(self, slots: Slots | None) -> None:
-        self._file: ScratchFile | None = None
-        if slots is not None and slots.offload.uses_disk:
-            self._file = ScratchFile(scratch_folder(slots.offload.path))
+    def __init__(self, folder: Path) -> None:
+        self._file = ScratchFile(folder)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Zeros of the shape and layout of `tensor`.
-
-        Raises:
-            ValueError: the disk has no space for them.
-        """
         dtype = dtype or tensor.dtype
         numel = to_local(tensor).numel()
-        if self._file is None or numel * dtype.itemsize < _LEAST_ON_DISK or tensor.device.type != "cpu":
-            return torch.zeros_like(tensor, dtype=dtype)
+        if numel * dtype.itemsize < _LEAST_ON_DISK or tensor.device.type != "cpu":
+            return super().like(tensor, dtype)
         reserved = self._file.reserve(numel * dtype.itemsize)
         return laid_out_like(tensor, self._file.tensor(reserved, 0, numel, dtype))
 

@@ -18,7 +18,7 @@ from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 from tensorshard.torch_private.tensors import object_attributes, tensor_version
 
 
-class WholeParameter(Watch):
+class FullView(Watch):
     """How one parameter looks whole.
 
     Args:
@@ -37,7 +37,7 @@ class WholeParameter(Watch):
         self.layout = split.layout(name)
         self._split, self._is_users_call = split, is_users_call
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "WholeParameter":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullView":
         return self
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -132,26 +132,26 @@ class _Gathered(Function):
     """The whole, from the ranks' parts; all of them compute the same with it."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, watching: WholeParameter) -> torch.Tensor:
-        ctx.watching = watching
-        return watching.gather(part)
+    def forward(ctx: Any, part: torch.Tensor, view: FullView) -> torch.Tensor:
+        ctx.view = view
+        return view.gather(part)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return PartOf.apply(grads[0], ctx.watching), None
+        return PartOf.apply(grads[0], ctx.view), None
 
 
 class PartOf(Function):
     """This rank's part of what all ranks hold."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, watching: WholeParameter) -> torch.Tensor:
-        ctx.watching = watching
-        return watching.cut(whole)
+    def forward(ctx: Any, whole: torch.Tensor, view: FullView) -> torch.Tensor:
+        ctx.view = view
+        return view.cut(whole)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Gathered.apply(grads[0], ctx.watching), None
+        return _Gathered.apply(grads[0], ctx.view), None
 
 
 # -- what functions do with whole parameters --
@@ -197,17 +197,17 @@ _WITHOUT_GRAPH = frozenset([_T.data.__get__, _T.detach, torch.detach])
 """They return the tensor out of autograd's graph."""
 
 
-def _whole_watch(value: Any) -> WholeParameter | None:
+def _view_of(value: Any) -> FullView | None:
     """The watch that makes `value` look whole, if it is a split parameter."""
     if not isinstance(value, nn.Parameter):
         return None
-    return next((w for w in watches_of(value) if isinstance(w, WholeParameter)), None)
+    return next((w for w in watches_of(value) if isinstance(w, FullView)), None)
 
 
 def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """``function(*args, **kwargs)`` with whole parameters."""
     first: Any = args[0] if args else None
-    own = _whole_watch(first)
+    own = _view_of(first)
     if function is torch.autograd.grad:
         return _autograd_gradients(args, kwargs)
     if own is not None:
@@ -226,12 +226,12 @@ def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     graph = torch.is_grad_enabled() and function not in _WITHOUT_GRAPH
 
     def whole(parameter: nn.Parameter) -> torch.Tensor:
-        watching = _whole_watch(parameter)
-        if watching is None:
+        view = _view_of(parameter)
+        if view is None:
             return parameter
         if id(parameter) not in sources:
             with without_torch_functions_of_tensors():
-                sources[id(parameter)] = watching.source(parameter, graph=graph and parameter.requires_grad)
+                sources[id(parameter)] = view.source(parameter, graph=graph and parameter.requires_grad)
         return sources[id(parameter)].base
 
     given, options = tree_map_only(nn.Parameter, whole, (tuple(args), kwargs))
@@ -240,7 +240,7 @@ def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     return run(function, given, options, sources.values(), same)
 
 
-def _on_parts(function: Callable[..., Any], own: WholeParameter, args: Any, kwargs: dict[str, Any]) -> bool:
+def _on_parts(function: Callable[..., Any], own: FullView, args: Any, kwargs: dict[str, Any]) -> bool:
     """Does an element by element operation on this rank's part; False if it needs what other ranks have."""
 
     def part(value: Any) -> Any:
@@ -248,9 +248,9 @@ def _on_parts(function: Callable[..., Any], own: WholeParameter, args: Any, kwar
             value = value._plain
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
-        watching = _whole_watch(value)
-        if watching is not None:
-            return value if (watching.layout, watching.shape) == (own.layout, own.shape) else None
+        view = _view_of(value)
+        if view is not None:
+            return value if (view.layout, view.shape) == (own.layout, own.shape) else None
         return own.cut(value) if type(value) is torch.Tensor and value.shape == own.shape else None
 
     given = [part(value) for value in args]
@@ -268,7 +268,7 @@ def _autograd_gradients(args: Any, kwargs: dict[str, Any]) -> Any:
     outputs, inputs, *others = args
     several = isinstance(inputs, tuple | list)
     wanted = list(inputs) if several else [inputs]
-    if any((watching := _whole_watch(parameter)) and watching.is_sharded for parameter in wanted):
+    if any((view := _view_of(parameter)) and view.is_sharded for parameter in wanted):
         raise RuntimeError(
             "torch.autograd.grad was asked for gradients of parameters that zero=3 shards, and forwards compute with "
             "gathered ones: call engine.backward(loss) and read p.grad, or use zero=0, 1 or 2"
@@ -277,13 +277,13 @@ def _autograd_gradients(args: Any, kwargs: dict[str, Any]) -> Any:
         WrittenThrough, lambda leaf: leaf._plain, (outputs, wanted, others, kwargs)
     )
     with without_torch_functions_of_tensors():
-        found = torch.autograd.grad(given, wanted_plain, *rest, **options)
-    return tuple(_whole_gradient(_whole_watch(p), gradient) for p, gradient in zip(wanted, found, strict=True))
+        gradients = torch.autograd.grad(given, wanted_plain, *rest, **options)
+    return tuple(_full_gradient(_view_of(p), gradient) for p, gradient in zip(wanted, gradients, strict=True))
 
 
-def _whole_gradient(watching: WholeParameter | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if watching is None or gradient is None:
+def _full_gradient(view: FullView | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if view is None or gradient is None:
         return gradient
-    if gradient.dim() > len(watching.shape):  # is_grads_batched
-        return torch.stack([_Gathered.apply(row, watching) for row in gradient])
-    return _Gathered.apply(gradient, watching)
+    if gradient.dim() > len(view.shape):  # is_grads_batched
+        return torch.stack([_Gathered.apply(row, view) for row in gradient])
+    return _Gathered.apply(gradient, view)
