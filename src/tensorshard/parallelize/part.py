@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,7 +14,9 @@ from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.table.table import VerifiedTable
+
+if TYPE_CHECKING:  # its styles take 40 ms to import
+    from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class PassContext:
     plan: Plan
     mesh: Mesh
     device: torch.device
-    table: VerifiedTable | None = None
+    table: "VerifiedTable | None" = None
     by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
     storage: Storage = field(default_factory=DeviceStorage)
 

@@ -18,8 +18,8 @@ from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.host.memory import held_memory
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile
+from tensorshard.plan.offload import Offload
 from tensorshard.predict.hardware import Hardware, Link, Rates
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.predict.operations import FORWARD
@@ -165,7 +165,7 @@ def disk_rate() -> float:
     Raises:
         ValueError: the folder takes no scratch files.
     """
-    file = ScratchFile(scratch_folder(None))
+    file = ScratchFile(Offload().folder)
     start = file.reserve(_DISK_BLOCK * _DISK_BLOCKS)
     block = memoryview(mmap.mmap(-1, _DISK_BLOCK))
     begin = time.perf_counter()
