@@ -20,8 +20,7 @@ import tensorshard as ts
 from off_device import Late, LateCopies, off_device
 from tensorshard.offload import activations
 from tensorshard.offload.activations import OffloadedActivations
-from tensorshard.offload.device_copies import DeviceCopies
-from tensorshard.offload.pinned_memory import PinnedMemory
+from tensorshard.offload.device_copies import DeviceCopies, PinnedMemory
 from tensorshard.offload.tiers import Tiers
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)

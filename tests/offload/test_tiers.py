@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tensorshard import Offload
-from tensorshard.offload import folders
+from tensorshard.offload import scratch_file
 from tensorshard.offload.tiers import DiskSlot, HostSlot, SlotSpec, Tiers
 
 
@@ -41,7 +41,7 @@ def test_a_folder_without_direct_io(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return opened(path, flags, *args, **options)
 
-    monkeypatch.setattr(folders.os, "open", refuse)
+    monkeypatch.setattr(scratch_file.os, "open", refuse)
     with pytest.raises(ValueError, match=r"does without direct I/O \(O_DIRECT\): what is written there would fill"):
         _tiers(tmp_path)
 

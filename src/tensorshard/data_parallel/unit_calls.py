@@ -31,6 +31,7 @@ from tensorshard.torch_private.fsdp_calls import (
     gathered_parameters,
     is_gathered,
     is_in_forward,
+    is_unsharded,
     prefetch_unit,
     reduce_unit,
     release_unit,
@@ -210,7 +211,7 @@ class UnitCalls:
             unit = self._units[number]
             self._note(forward, unit, made=False)
             self.differed = self.differed or not self._asks(forward)
-            if not unit.is_unsharded:
+            if not is_unsharded(unit):
                 gather_only(unit)
                 if not self._kept:
                     release_unit(unit)

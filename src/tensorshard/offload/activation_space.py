@@ -7,7 +7,6 @@ from concurrent.futures import Future
 
 import torch
 
-from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
 from tensorshard.offload.tiers import CountedSlot, HostSlot, Slot, SlotSpec, Tiers
 
@@ -53,7 +52,7 @@ class ActivationSpace:
         tiers: activations use its budget of host memory and its folder, and appear in its table.
 
     Raises:
-        ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`.
+        ValueError: the folder cannot hold a scratch file, see :func:`.scratch_file.open_unnamed`.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -61,7 +60,7 @@ class ActivationSpace:
         self._tier = tiers.offload.activations
         self._file: ScratchFile | None = None
         if tiers.offload.uses_disk and not tiers.fake:
-            self._file = ScratchFile(scratch_folder(tiers.offload.path), _LOST)
+            self._file = ScratchFile(tiers.offload.folder, _LOST)
         self._free: list[tuple[int, int]] = []  # (start, bytes) of the file, in order, never adjacent
         # Slots that are no longer needed, with the writes that must end before they can be used again. Garbage
         # collection may call give_back at any time, in any thread. So give_back only appends to this.

@@ -7,9 +7,9 @@ from torch import nn
 
 from tensorshard.comm.sharding import to_local
 from tensorshard.offload.background_update import BackgroundUpdate
-from tensorshard.offload.offloaded_states import tiles
 from tensorshard.offload.tiers import DeviceSlot, Slot, Tiers, laid_out_like
 from tensorshard.offload.transfers import Move, Transfers, Work
+from tensorshard.offload.updates import tiles
 from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.tensors import storage_address, tensor_version
 

@@ -13,11 +13,9 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import world
 from tensorshard.offload.background_update import BackgroundUpdate
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
-from tensorshard.offload.offloaded_states import OffloadedStates, options_now, tiles
 from tensorshard.offload.tiers import TILE_ALIGNMENT, OffloadedMaster, Slot, SlotSpec, Tiers, laid_out_like
-from tensorshard.offload.tile_updates import Tile, TileUpdates
 from tensorshard.offload.transfers import Move, Transfers, Work
-from tensorshard.offload.updates import state_keys, tile_update
+from tensorshard.offload.updates import OffloadedStates, Tile, TileUpdates, options_now, state_keys, tile_update, tiles
 from tensorshard.plan.storage import Update
 from tensorshard.torch_private.optimizers import step_without_hooks
 from tensorshard.torch_private.tensors import storage_address

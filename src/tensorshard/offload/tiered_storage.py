@@ -12,7 +12,6 @@ from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.world import ranks_here, world
 from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.device_copies import DeviceCopies
-from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
 from tensorshard.offload.offloaded_parameters import OffloadedParameters
 from tensorshard.offload.state_probe import probe_states
@@ -201,7 +200,7 @@ class TieredStorage(Storage):
         succeed_together(fail, self._group, what)
 
     def temporary_copy(self) -> TemporaryCopy:
-        return CopyOnDisk(scratch_folder(self._offload.path)) if self._offload.uses_disk else TemporaryCopy()
+        return CopyOnDisk(self._offload.folder) if self._offload.uses_disk else TemporaryCopy()
 
     # -- what is kept elsewhere --
 

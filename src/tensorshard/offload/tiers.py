@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import dtensor_like, to_local
 from tensorshard.comm.world import world
 from tensorshard.offload.device_copies import DeviceCopies
-from tensorshard.offload.folders import BLOCK, scratch_folder
-from tensorshard.offload.scratch_file import ScratchFile, round_up
+from tensorshard.offload.scratch_file import BLOCK, ScratchFile, round_up
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.storage import Place, TemporaryCopy
 
@@ -177,7 +176,7 @@ class Tiers:
         fake: whether it was made under a ``FakeTensorMode``.
 
     Raises:
-        ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`; `host_memory` is less than
+        ValueError: the folder cannot hold a scratch file, see :class:`.ScratchFile`; `host_memory` is less than
             the buffers of this machine's ranks.
     """
 
@@ -200,7 +199,7 @@ class Tiers:
                     f"{ranks_here * offload.buffer_bytes} bytes, or make buffer_memory smaller"
                 )
         if offload.uses_disk and not self.fake:
-            self._file = ScratchFile(scratch_folder(offload.path))
+            self._file = ScratchFile(offload.folder)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
