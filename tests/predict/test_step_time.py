@@ -298,7 +298,7 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
 def _of_many_rows(runs_all: bool) -> ts.Estimate:
     """A language model whose logits are taken in several runs of rows, each of them in tiles."""
     tokens = torch.zeros(12, 128, dtype=torch.long)
-    all_turns = mock.patch("tensorshard.predict.watched_steps.shortened", lambda _: nullcontext())
+    all_turns = mock.patch("tensorshard.predict.watched_steps.sample_loops", lambda _: nullcontext())
     with all_turns if runs_all else nullcontext():
         return ts.estimate(
             partial(GPT, 70_000, 128, 1, 2, 16),

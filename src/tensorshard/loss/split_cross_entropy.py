@@ -20,7 +20,7 @@ from tensorshard.comm.differentiable import gather
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
-from tensorshard.common.repetitions import repetitions
+from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.layers.arguments import check_same_ranks
 from tensorshard.loss.formulas import (
     CrossEntropySpec,
@@ -308,4 +308,4 @@ def _tiles(logits: torch.Tensor) -> Iterable[slice]:
     """Rows of `logits`, as many at a time as make a tile."""
     tile = _CPU_TILE if logits.device.type == "cpu" else _DEVICE_TILE
     step = max(1, tile // max(1, logits.size(1)))
-    return repetitions([slice(begin, begin + step) for begin in range(0, logits.size(0), step)])
+    return loop_slices([slice(begin, begin + step) for begin in range(0, logits.size(0), step)])

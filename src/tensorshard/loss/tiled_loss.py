@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from tensorshard.comm import primitives
-from tensorshard.common.repetitions import repetitions
+from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.loss.formulas import (
     Statistics,
     TargetWeights,
@@ -343,7 +343,7 @@ def _runs(samples: int, classes: int, weight_bytes: int, device: torch.device) -
     step = rows_at_once(classes, weight_bytes, device)
     count = max(1, -(-samples // step))
     step = -(-samples // count)  # of about the same size, so that the last does not have only a few rows
-    return repetitions([slice(begin, min(begin + step, samples)) for begin in range(0, samples, step)])
+    return loop_slices([slice(begin, min(begin + step, samples)) for begin in range(0, samples, step)])
 
 
 def _is_one(factor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.repetitions import repetitions
+from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.loss.formulas import cap, local_columns
 
 
@@ -124,7 +124,7 @@ class Tiles:
 
     def __iter__(self) -> Iterator[Tile]:
         starts = range(0, self.columns, self._width)
-        for columns in repetitions([slice(begin, min(begin + self._width, self.columns)) for begin in starts]):
+        for columns in loop_slices([slice(begin, min(begin + self._width, self.columns)) for begin in starts]):
             rows = columns if self.sample is None else self.sample[columns]
             yield Tile(columns.start // self._width, columns.start, columns.stop, rows)
 

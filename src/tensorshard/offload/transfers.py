@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.world import world
-from tensorshard.common.repetitions import repetitions
+from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.offload.device_copies import CopyToHost, DeviceCopies
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.tiers import TILE_ALIGNMENT, Slot
@@ -294,7 +294,7 @@ class Transfers:
             for work in row:
                 for move in work.moves:
                     move.slot.moved += move.buffer_bytes * (move.read + move.write)
-            for turn in repetitions([slice(i, i + 1) for i in range(len(row))]):
+            for turn in loop_slices([slice(i, i + 1) for i in range(len(row))]):
                 [work] = row[turn]
                 work.compute([torch.empty(move.numel, dtype=move.dtype) for move in work.moves])
 

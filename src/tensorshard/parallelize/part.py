@@ -15,7 +15,7 @@ from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
-if TYPE_CHECKING:  # its styles take 40 ms to import
+if TYPE_CHECKING:  # plans without tensor parallelism do without the import
     from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 

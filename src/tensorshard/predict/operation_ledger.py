@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import collective_under_way
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.repetitions import FewTurns
+from tensorshard.common.sampled_loops import SampledLoop
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.mesh_coordinates import group_ranks
 from tensorshard.plan.plan import AXES, Plan
@@ -81,7 +81,7 @@ class OperationLedger(TorchDispatchMode):
         # What ran since the last backward. It is a forward if another backward follows, and else part of the update.
         self._after_backward = Counts()
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self.turns = FewTurns()
+        self.loop = SampledLoop()
 
     def begin_step(self, phase: Callable[[], str]) -> None:
         """Begins a step. What was counted before is dropped.
@@ -97,6 +97,11 @@ class OperationLedger(TorchDispatchMode):
         """Ends the step."""
         self.recording = False
         self._take_rest(UPDATE)
+
+    @property
+    def kernel_count(self) -> int:
+        """How many kernels were counted."""
+        return self._counts.kernels.total()
 
     def operations(self, mesh: Mesh, plan: Plan) -> Operations:
         """What was counted, with each group named by its axis of `mesh`."""
@@ -137,7 +142,7 @@ class OperationLedger(TorchDispatchMode):
             section = self._entered(self._phase())
             name = str(func.overloadpacket)
             kernel = Kernel(section, name, cost.dtype, cost.flops, cost.nbytes)
-            self._now(section).kernels[kernel] += self.turns.times
+            self._now(section).kernels[kernel] += self.loop.times
 
     def _now(self, section: str) -> Counts:
         """Where an operation of `section` is counted."""
@@ -183,7 +188,7 @@ class OperationLedger(TorchDispatchMode):
         size = sum(to_local(leaf).nbytes for leaf in tree_leaves(full) if isinstance(leaf, torch.Tensor))
         section = self._entered(self._phase())
         transfer = Transfer(section, "", collective, size, group.size(), not waits, part_of)
-        self._now(section).transfers[transfer, group.group_name] += self.turns.times
+        self._now(section).transfers[transfer, group.group_name] += self.loop.times
 
 
 def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:

@@ -38,12 +38,18 @@ class StepTime:
     Args:
         seconds: the middle. low, high: the times if the hardware reaches the most, and the least, of its peaks.
         by_category: seconds by what they are spent on (:data:`TIME_CATEGORIES`); they add up to `seconds`.
+        busy: seconds in which ranks compute or send, of all ranks together.
     """
 
     seconds: float
     low: float
     high: float
     by_category: dict[str, float]
+    busy: float = 0.0
+
+    def on_cores(self, cores: int) -> float:
+        """Seconds of a step whose ranks share so many cores, and wait for each other there."""
+        return max(self.seconds, self.busy / cores)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,12 @@ class _RankTime:
     exposed: float  # the part of overlapping transfers that kernels do not hide
     message: float  # of the largest message to another stage
     offload: float
+    transfers: float  # of all that the rank sends, waited for or not
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the rank's own work."""
+        return self.forward + self.backward + self.update + self.transfers + self.offload
 
     def section(self, name: str) -> float:
         """Seconds of forward or of backward, with the transfers in it that are waited for."""
@@ -74,7 +86,8 @@ def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates:
     )
     seconds, by_category = _slowest(middle, plan)
     low, high = _slowest(best, plan)[0], _slowest(worst, plan)[0]
-    return StepTime(seconds, low, high, by_category)
+    busy = sum(time.busy for time in middle) * (world_size // len(ranks))
+    return StepTime(seconds, low, high, by_category, busy)
 
 
 def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, float]]:
@@ -126,9 +139,10 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
     kernels = {name: _kernels_time(found, name, rates, place) for name in SECTIONS}
     blocking = dict.fromkeys(SECTIONS, 0.0)
     hidden: dict[str, list[tuple[float, int]]] = {name: [] for name in SECTIONS}
-    message = 0.0
+    message = sent = 0.0
     for transfer, count in found.transfers.items():
         seconds = transfer_time(transfer, plan, world_size, rates, place)
+        sent += seconds * count if transfer.collective != "receive" else 0.0
         if transfer.axis == "pp" and transfer.collective in _SENDS:
             message = max(message, seconds)
         elif transfer.collective == "receive":
@@ -139,7 +153,7 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
             blocking[transfer.section] += seconds * count
     exposed = sum(_left_over(hidden[name], _window(name, kernels, plan)) for name in SECTIONS)
     offload = _offload_time(rank, world_size, rates)
-    return _RankTime(kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, message, offload)
+    return _RankTime(kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, message, offload, sent)
 
 
 def _kernels_time(found: Operations, section: str, rates: Rates, place: float) -> float:

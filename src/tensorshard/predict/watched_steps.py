@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.common.repetitions import shortened
+from tensorshard.common.sampled_loops import sample_loops
 from tensorshard.engine.engine import Engine
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.predict.operation_ledger import OperationLedger
@@ -107,7 +107,7 @@ def watch_steps(
         engine = make_engine()
         with ExitStack() as stack:
             if operations is not None:
-                stack.enter_context(shortened(operations.turns))
+                stack.enter_context(sample_loops(operations.loop))
             watcher = stack.enter_context(StepWatcher(ledger, engine))
             inputs, targets = make_batch()
             watcher.note_inputs((inputs, targets))

@@ -210,7 +210,6 @@ def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimat
     held = _gather(held_before)
     if engine.mesh.rank != 0:
         return
-    time = None if expected is None else expected.step_time
     session = Session(
         first_step=trainer.step + 1,
         steps=trainer.max_steps,
@@ -219,7 +218,7 @@ def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimat
         plan=engine.plan.to_dict(),
         held_before_bytes=held,
         estimated_bytes=None if expected is None else expected.peaks,
-        estimated_step_seconds=None if time is None else time.seconds,
+        estimated_step_seconds=None if expected is None else expected.step_seconds,
     )
     write_session(directory.sessions, session)
 

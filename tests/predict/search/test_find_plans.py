@@ -14,8 +14,7 @@ import tensorshard as ts
 from tensorshard.predict.hardware import Hardware, Link, Rates
 from tensorshard.predict.search.candidates import candidates
 from tensorshard.predict.search.problem import make_problem
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.search import BY_TIME, Search
+from tensorshard.predict.search.search import BY_TIME, Progress, Search
 
 RATES = Rates(
     {"float32": 5e9}, 5e9, (0.8, 1.0), (0.8, 1.0), launch=1e-9, asynchronous=False, devices_per_node=2,

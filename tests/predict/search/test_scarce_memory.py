@@ -12,8 +12,7 @@ import tensorshard as ts
 from tensorshard.pipeline.run.draw_schedule import timeline
 from tensorshard.predict.search.predictions import _kept
 from tensorshard.predict.search.problem import make_problem
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Search
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Progress, Search
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tensorshard.common.repetitions import shortened
+from tensorshard.common.sampled_loops import sample_loops
 from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks, named_parts, select_modules
 from tensorshard.model.fake_copies import make_fake_copy, make_sample
@@ -112,7 +112,7 @@ class Tracer:
             host_random_restored(),
             restored_globals(self._copy),
             self._recorded(samples) as recording,
-            shortened(recording.sources.turns),
+            sample_loops(recording.sources.loop),
         ):
             with WithoutDerivatives(lambda: recording.module if recording.sources.call is None else None):
                 result = self._output(recording, samples)

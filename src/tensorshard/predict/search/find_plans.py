@@ -12,8 +12,7 @@ from tensorshard.predict.hardware import Hardware
 from tensorshard.predict.search.nothing_fits import nothing_fits
 from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
 from tensorshard.predict.search.problem import SearchProblem, check_objective, make_problem
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Key, Search
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Key, Progress, Search
 from tensorshard.predict.search.wording import found_reasons, rejections
 
 _TRIES = 8  # the most plans that are estimated, the best first, as long as none of them fits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.common.repetitions import FewTurns, shortened
+from tensorshard.common.sampled_loops import SampledLoop, sample_loops
 from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.fake_copies import make_fake_copy
@@ -63,7 +63,7 @@ class _BlockKernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = FewTurns()
+        self.loop = SampledLoop()
         self.kernels: Counter[Kernel] = Counter()
         self.calls = self.outputs = 0
         self._depth = 0  # how many of the blocks that are running are inside of each other
@@ -74,7 +74,7 @@ class _BlockKernels(TorchDispatchMode):
         cost = cost_of(func, args, kwargs, output) if self._depth else None
         if cost is not None:
             kernel = Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)
-            self.kernels[kernel] += self.turns.times
+            self.kernels[kernel] += self.loop.times
         return output
 
     def enter(self, *_: Any) -> None:
@@ -121,7 +121,7 @@ def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
     sizes = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks.values()]
     hooks = [block.register_forward_pre_hook(counter.enter) for block in blocks.values()]
     hooks += [block.register_forward_hook(counter.leave) for block in blocks.values()]
-    with counter, shortened(counter.turns):
+    with counter, sample_loops(counter.loop):
         output = call_model(model, batch)
     for hook in hooks:
         hook.remove()

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
 
+from tensorshard.common.quantities import size_text
 from tensorshard.predict.estimate import REFUSALS
 from tensorshard.predict.search.problem import SearchProblem
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.search import BY_MEMORY, CandidateState, Search
+from tensorshard.predict.search.search import BY_MEMORY, CandidateState, Progress, Search
 from tensorshard.predict.search.wording import plan_words, why_nothing_fits
-from tensorshard.predict.sizes import size_text
 
 _TRIES = 2  # estimates for each change
 _DOUBLINGS = 4

@@ -164,7 +164,7 @@ class Predictions:
         shard = split * plan.pp * (plan.dp_shard if plan.zero else 1)
         update = trace.seconds(UPDATE, problem, trace.samples, shard) + self._offload(plan, trace, split)
         seconds = work + bubble + along_dp + update + self._passes_over_gradients(plan) / plan.pp
-        return seconds, bubble, along_tp * count / plan.pp + along_dp
+        return self.problem.on_cores(seconds, seconds - bubble), bubble, along_tp * count / plan.pp + along_dp
 
     def _recompute_seconds(self, plan: Plan, samples: int) -> float:
         """Seconds of recomputation for one micro-batch: of all kernels of the blocks, or, if it is selective, of those

@@ -11,6 +11,7 @@ from torch import nn
 
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
@@ -19,9 +20,8 @@ from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.field_checks import check_choice, check_int, check_positive, size_in_bytes, unknown_field
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import Estimate, estimate
-from tensorshard.predict.hardware import Hardware, Rates, find_hardware
+from tensorshard.predict.hardware import Hardware, Rates, find_hardware, hardware_here
 from tensorshard.predict.search.extrapolate import KEPT, FewerBlocks, with_all_blocks, without_blocks
-from tensorshard.predict.search.machine import hardware_here
 from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
 from tensorshard.weights.files.pretrained_model import PretrainedModel
@@ -182,8 +182,12 @@ class SearchProblem:
 
     def seconds(self, found: Estimate) -> float:
         """The step time of an estimate."""
-        assert found.step_time is not None  # the hardware has rates
-        return found.step_time.seconds * self.hardware.time_ratio
+        assert found.step_seconds is not None  # the hardware has rates
+        return found.step_seconds * self.hardware.time_ratio
+
+    def on_cores(self, seconds: float, busy: float) -> float:
+        """Seconds of a step that takes a rank `seconds`, of which it computes for `busy`, if ranks share cores."""
+        return max(seconds, busy * self.world_size / cores_here()) if self.hardware.shares_cores else seconds
 
     def without_tables(self) -> "SearchProblem":
         """The same problem, with none of the tables that were found."""

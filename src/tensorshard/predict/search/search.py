@@ -6,6 +6,7 @@ first, and again put in order. The error of a prediction corrects those of plans
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,6 @@ from tensorshard.predict.search.extrapolate import extrapolate
 from tensorshard.predict.search.model_facts import ModelFacts, model_facts
 from tensorshard.predict.search.predictions import Prediction, Predictions
 from tensorshard.predict.search.problem import SEARCHED, SearchProblem
-from tensorshard.predict.search.progress import Progress
 from tensorshard.predict.search.traces import (
     BASE,
     Trace,
@@ -96,6 +96,25 @@ Key = Callable[[int, float], tuple[float, float]]
 
 BY_TIME: Key = lambda memory, seconds: (seconds, memory)  # noqa: E731
 BY_MEMORY: Key = lambda memory, seconds: (memory, seconds)  # noqa: E731
+
+
+class Progress:
+    """Writes over its own line on stderr. It writes nothing if stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        """Shows `text` in place of what was shown before."""
+        if self._shown:
+            sys.stderr.write(f"\r\x1b[K{f'looking for plans: {text}'[:79]}")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        """Clears the line."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 _SAME = tuple(name for name in SEARCHED if name not in ("recompute", "offload", "zero", "micro_batches"))

@@ -1,11 +1,11 @@
 """Plans, times and reasons in words."""
 
+from tensorshard.common.quantities import size_text
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.search.candidates import Refusal
 from tensorshard.predict.search.problem import SEARCHED
 from tensorshard.predict.search.search import CandidateState, Search
-from tensorshard.predict.sizes import size_text
 from tensorshard.predict.step_time import BUBBLE, COMMUNICATION, OFFLOAD
 
 _LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}

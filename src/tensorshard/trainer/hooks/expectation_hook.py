@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tensorshard.common.quantities import size_text
 from tensorshard.predict import Estimate
 from tensorshard.predict.hardware import save_ratios
-from tensorshard.predict.sizes import size_text
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.memory import PeakMemory
 from tensorshard.trainer.step_record import StepRecord
@@ -65,7 +65,7 @@ class ExpectationHook(Hook):
     def _compare(self, *, keeps_freed_memory: bool) -> None:
         hardware = self._expected.hardware
         lines, ratios = [], {}
-        estimated = None if self._expected.step_time is None else self._expected.step_time.seconds
+        estimated = self._expected.step_seconds
         if estimated is not None:
             measured = statistics.median(self._seconds[_WARM_UP:])
             ratios["time_ratio"] = measured / estimated
