@@ -12,7 +12,7 @@ from torch import nn
 
 from tensorshard import Offload
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
-from tensorshard.offload.state_probe import probe_states
+from tensorshard.offload.tiered_storage import probe_states
 from tensorshard.offload.tiers import Tiers
 from tensorshard.offload.updates import tile_update
 

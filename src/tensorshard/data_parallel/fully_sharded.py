@@ -19,10 +19,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
+from tensorshard.data_parallel.gathered_reads import GatheredReads
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
-from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_forwards
 from tensorshard.model.parameters import ParameterPlaces, like
@@ -79,7 +79,7 @@ class FullyShardedModel(ShardedModel):
         self._hybrid = hybrid
         self._master_places: dict[nn.Parameter, Place] = {}
         self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
-        self._scalars = self._keep_scalars_whole(value_of)
+        self._scalars = self._keep_scalars(value_of)
         options: dict[str, Any] = {
             "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
             "mp_policy": MixedPrecisionPolicy(
@@ -115,7 +115,7 @@ class FullyShardedModel(ShardedModel):
         self._gradients = ShardedGradients(
             model, self._masters, self._scalars, mesh.dp_group, torch.device(mesh.device_mesh.device_type)
         )
-        self._reads = WholeReads(self._gradients, options["mp_policy"].param_dtype)
+        self._reads = GatheredReads(self._gradients, options["mp_policy"].param_dtype)
         for master in self._masters.values():
             if isinstance(master, DTensor):
                 self._reads.watch(master)
@@ -146,8 +146,7 @@ class FullyShardedModel(ShardedModel):
             mine = torch.tensor(numbers, device=mesh.device_mesh.device_type)
             everyone = mine.new_empty(group.size() * length)
             all_gather_into(everyone, mine, group, what="which units were called")
-            found: list[list[int]] = everyone.view(-1, length).tolist()
-            return found
+            return everyone.view(-1, length).tolist()  # type: ignore[no-any-return]
 
         calls = UnitCalls(model, group.size(), self._gradients.sum_over_ranks, gather_lists, values)
         for name, module in model.named_modules():
@@ -301,7 +300,7 @@ class FullyShardedModel(ShardedModel):
             self._master_places.update(self._shards.keep(group))
         self._unit_masters.append((unit, own))
 
-    def _keep_scalars_whole(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
+    def _keep_scalars(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
         """FSDP cannot shard a parameter without dimensions: each rank keeps it whole, and averages its gradient."""
         scalars = []
         for meta, name in self._names.items():
@@ -328,15 +327,15 @@ def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Pa
 def _parameters_outside(model: nn.Module, modules: Container[nn.Module]) -> set[nn.Parameter]:
     """Parameters of `model` that are reached without going through one of `modules`."""
     visited: set[nn.Module] = set()
-    found: set[nn.Parameter] = set()
+    outside: set[nn.Parameter] = set()
     waiting = [model]
     while waiting:
         module = waiting.pop()
         if module not in visited and module not in modules:
             visited.add(module)
-            found |= set(own_parameters(module).values())
+            outside |= set(own_parameters(module).values())
             waiting += module.children()
-    return found
+    return outside
 
 
 class _Allocate:

@@ -54,8 +54,8 @@ class PublishedWeights:
         self._copied: Container[torch.Tensor] = ()  # of these
         self.update: UpdateProgress | None = None
         self.written: dict[ReplicatedParameter, None] = {}
-        self._separate = [p for p in self._parameters if p.master is not p.compute]
-        self._whole = [p for p in self._parameters if p.master is p.compute]
+        self._with_masters = [p for p in self._parameters if p.master is not p.compute]
+        self._masters_themselves = [p for p in self._parameters if p.master is p.compute]
         self._fills = os.environ.get(DEBUG_VARIABLE) == "1"
         self._are_real = not any(isinstance(p.storage, FakeTensor) for p in self._parameters)
         for p in self._parameters:
@@ -189,17 +189,17 @@ class PublishedWeights:
         if not self._are_real or self._groups.all is None:
             return False
         with without_torch_functions_of_tensors():
-            awaited = (p for p in self._separate if not p.update_pending and not p.is_awaited)
-            return any(p.is_written(in_backward=True) for p in (*awaited, *self._whole))
+            awaited = (p for p in self._with_masters if not p.update_pending and not p.is_awaited)
+            return any(p.is_written(in_backward=True) for p in (*awaited, *self._masters_themselves))
 
     def _adopt_all(self) -> bool:
         outdated = False  # what forwards compute with
-        for p in self._separate:
+        for p in self._with_masters:
             if p.update_pending:
                 continue
             if p.is_master_written() or (not p.is_awaited and p.is_written()):
                 outdated = self._adopt(p) or outdated
-        for p in self._whole:
+        for p in self._masters_themselves:
             if p.is_written():
                 self.written[p] = None
                 p.note_published()

@@ -86,7 +86,7 @@ class ReplicatedGradients:
         for parameter in self._parameters:
             parameter.take_gradient, parameter.finish_gradients = take, finish
 
-    # -- as the model is told --
+    # -- steps --
 
     def discard(self) -> None:
         """Drops all gradients, and what reduces them."""

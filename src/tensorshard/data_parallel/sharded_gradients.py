@@ -4,7 +4,7 @@ FSDP2 reduces the gradients that a rank has. A rank that did not use a parameter
 others, so here it sends zeros for it. A parameter that no rank used must end without a gradient, as on one device: with
 a gradient of zeros, weight decay would change it. So the ranks count how many have used each parameter. FSDP2 ignores
 parameters without dimensions; their gradients are averaged in the same message. So are those of parameters that were
-read outside of their units, after the message has told which ones there are on any rank.
+read outside of their units, after the message has said which ones there are on any rank.
 """
 
 import weakref
@@ -60,7 +60,7 @@ class ShardedGradients:
         last: whether the gradients are complete after the next backward.
         take: called with each parameter whose gradient was reduced; None to leave them.
         finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
-        calls: told at the end of each step whether the ranks called different units.
+        calls: learns at the end of each step whether the ranks called different units.
         written: what user code wrote to parameters; None for nothing.
         writers: above 0 if some data rank has written any, when the last gradients were completed.
         after_backward: called at the end of each backward; None for nothing.
@@ -305,10 +305,10 @@ def differentiate(
     leaves = [leaves_of(one) if one in parameters else [one] for one in inputs]
     flat = [leaf for each in leaves for leaf in each if leaf.requires_grad]
     plain = {"materialize_grads": False, "allow_unused": True, "inputs": flat}
-    found = iter(torch.autograd.grad(**{**arguments, **plain}) if flat else ())
+    gradients = iter(torch.autograd.grad(**{**arguments, **plain}) if flat else ())
     sums: list[torch.Tensor | None] = []
     for each in leaves:
-        parts = [part for leaf in each if leaf.requires_grad and (part := next(found)) is not None]
+        parts = [part for leaf in each if leaf.requires_grad and (part := next(gradients)) is not None]
         sums.append(sum(parts[1:], start=parts[0]) if parts else None)
     used = count([float(each is not None) for each in sums])
     materialize = arguments.get("materialize_grads", False)

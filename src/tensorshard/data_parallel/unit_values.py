@@ -33,7 +33,7 @@ class UnitValues:
     """The values of units; all methods get one of FSDP2's groups.
 
     Attributes:
-        written: told what user code writes to gathered parameters; None for nothing.
+        written: notes what user code writes to gathered parameters; None for nothing.
     """
 
     def __init__(self) -> None:

@@ -133,7 +133,7 @@ class Engine(LoopMethods):
         batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
         self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
         self._surround_update(
-            partial(storage.check_transfers, of_update=True),
+            lambda: storage.check_transfers(of_update=True),
             sharded.finish_backward,
             batch_buffers.check,
         )

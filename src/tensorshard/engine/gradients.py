@@ -105,7 +105,7 @@ class FinalGradients:
         self.norm: torch.Tensor | None = None
         self.pending_scale: torch.Tensor | float | None = None
         self.moves_gradients = update.moves_gradients
-        self._known_norm = update.gradient_norm
+        self._known_norm = update.gradient_norm if update.moves_gradients else None
         self._num_shards = sharded.num_shards()
         self._plan = plan
         self._mesh = mesh

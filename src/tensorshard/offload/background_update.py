@@ -95,7 +95,7 @@ class BackgroundUpdate:
 
 
 def _finish_at_exit(update: Any) -> None:
-    found = update()
-    failure = None if found is None else found.take_failure()
+    running = update()
+    failure = None if running is None else running.take_failure()
     if failure is not None:  # not raised: that would skip the other functions at exit, which stop pools of threads
         sys.excepthook(type(failure), failure, failure.__traceback__)

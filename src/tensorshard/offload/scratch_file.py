@@ -1,4 +1,4 @@
-"""One rank's space on disk: a file in a folder that can hold one, which is found out before anything is allocated."""
+"""One rank's space on disk: a file for direct I/O, in a folder that is checked before anything is allocated."""
 
 import errno
 import mmap
@@ -157,8 +157,8 @@ def open_unnamed(folder: Path) -> int:
 
 def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write to the file system of `folder`."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def file_system(folder: Path) -> str:

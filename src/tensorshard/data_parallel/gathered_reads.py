@@ -1,8 +1,8 @@
-"""Parameters that are read as a whole outside of their unit's forward, and gradients by them that a loop asks for.
+"""Parameters that are read in full outside of their unit's forward, and gradients by them that a loop asks for.
 
 FSDP2 gathers a unit's parameters only while the unit's own forward runs. Another read (``model.head(x)`` from the loop,
 a part of a block that the model calls, a penalty on the weights) gathers the parameter by itself. Its gradient stays
-whole until the backward is over, as not all ranks need to read the same ones; then it is averaged over the data ranks.
+full until the backward is over, as not all ranks need to read the same ones; then it is averaged over the data ranks.
 """
 
 import weakref
@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import on_mesh_device
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
-from tensorshard.data_parallel.sharded_parameter import show_as_whole
+from tensorshard.data_parallel.sharded_parameter import read_as_full
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.tensors import tensor_version
 
 
-class WholeReads:
+class GatheredReads:
     """Reads of the parameters of one model.
 
     Args:
@@ -32,7 +32,7 @@ class WholeReads:
     Attributes:
         wait: called with parameters before they are gathered; None for nothing.
         copies: gives the gathered copy of a parameter that its unit has now; None for none.
-        written: told of writes; None for nothing.
+        written: notes writes; None for nothing.
         in_forward: whether the model's forward is running, which computes in `dtype`.
     """
 
@@ -42,28 +42,28 @@ class WholeReads:
         self.in_forward = False
         self.written: WrittenShards | None = None
         self._gradients, self._dtype = gradients, dtype
-        self._leaves: dict[DTensor, tuple[int, torch.Tensor]] = {}  # by parameter: version of the shard, and the whole
+        self._leaves: dict[DTensor, tuple[int, torch.Tensor]] = {}  # version of the shard; the full parameter
         gradients.after_backward = self.forget
 
     def watch(self, parameter: nn.Parameter) -> None:
-        """Makes a sharded `parameter` one that is read as a whole."""
+        """Makes a sharded `parameter` one that is read in full."""
         assert isinstance(parameter, DTensor)
-        show_as_whole(parameter, self)
+        read_as_full(parameter, self)
         if parameter.requires_grad:
             parameter.register_hook(partial(_take_direct, weakref.ref(self._gradients), weakref.ref(parameter)))
 
     def forget(self) -> None:
-        """Drops the whole parameters, where no more reads of the same graph follow. They may be read again."""
+        """Drops the full parameters, where no more reads of the same graph follow. They may be read again."""
         self._leaves.clear()
 
     def read(self, parameter: DTensor) -> torch.Tensor:
-        """The whole parameter, with gradients where the parameter and the caller have them. A collective."""
+        """The full parameter, with gradients where the parameter and the caller have them. A collective."""
         if torch.is_grad_enabled() and parameter.requires_grad:
-            whole = self._leaf(parameter)
+            full = self._leaf(parameter)
         else:
-            whole = self._gather(parameter)
-        narrow = self.in_forward and self._dtype is not None and whole.is_floating_point()
-        return whole.to(self._dtype) if narrow else whole
+            full = self._gather(parameter)
+        narrow = self.in_forward and self._dtype is not None and full.is_floating_point()
+        return full.to(self._dtype) if narrow else full
 
     def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
         """See :class:`~tensorshard.data_parallel.sharded_parameter.Reader`."""
@@ -107,9 +107,9 @@ class WholeReads:
         if self.wait is not None:
             self.wait([parameter])  # type: ignore[list-item]
         with without_torch_functions_of_tensors():
-            whole: torch.Tensor = on_mesh_device(parameter.detach()).full_tensor()  # type: ignore[arg-type]
+            full: torch.Tensor = on_mesh_device(parameter.detach()).full_tensor()  # type: ignore[arg-type]
             # With one rank, it may be the shard itself, which the optimizer would change under the graph.
-            return whole.clone() if parameter.device_mesh.size() == 1 else whole
+            return full.clone() if parameter.device_mesh.size() == 1 else full
 
 
 @torch.no_grad()
@@ -118,8 +118,8 @@ def _take_direct(
 ) -> torch.Tensor | None:
     """Takes a gradient that arrives at a shard itself.
 
-    torch's functions read the whole parameter, which has gradients of its own. An autograd function of the model that
-    was given the parameter outside of its unit is in the graph of the shard: its backward returns this rank's whole
+    torch's functions read the full parameter, which has gradients of its own. An autograd function of the model that
+    was given the parameter outside of its unit is in the graph of the shard: its backward returns this rank's full
     gradient, or one from ``torch.autograd.grad``, which is sharded and averaged already.
 
     Raises:
@@ -136,6 +136,6 @@ def _take_direct(
             f'recomputed it can find none: use recompute="none" or zero=2, or give the function no such parameter'
         )
     with without_torch_functions_of_tensors():
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        kept.add(sharded, whole.to(sharded.device_mesh.device_type, sharded.dtype))
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        kept.add(sharded, full.to(sharded.device_mesh.device_type, sharded.dtype))
         return torch.zeros_like(sharded.detach())
