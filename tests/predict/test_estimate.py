@@ -14,7 +14,7 @@ import parity
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.plan.storage import DeviceStorage
-from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.predict.rank_estimate import CATEGORIES, OPTIMIZER, RankEstimate, summarize
 from tensorshard.predict.watched_steps import watch_steps
 from tensorshard.torch_private.process_groups import fake_world
 
@@ -273,6 +273,13 @@ def test_what_is_offloaded_from_gpus(ranks):
     assert plain.peak_allocated - offloaded.peak_allocated >= 8 * numel
     assert plain_16.peak_allocated - offloaded_16.peak_allocated >= 12 * numel
     assert offloaded.host_traffic - offloaded_16.host_traffic > 1.9 * numel  # weights come back in 16 bits
+
+
+def test_states_stay_on_the_device_where_activations_alone_leave_it(ranks):
+    plans = [ts.Plan(), ts.Plan(offload=ts.Offload(activations="cpu", buffer_memory="512KiB"))]
+    plain, moved = ranks(1, _estimated_for_gpus, plans)[0]
+    numel = sum(p.numel() for p in _LARGER().parameters())
+    assert moved.by_category[OPTIMIZER] == plain.by_category[OPTIMIZER] >= 8 * numel
 
 
 def _kept_by_a_send() -> list[bool]:

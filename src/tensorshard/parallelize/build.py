@@ -226,7 +226,7 @@ def _host_heap(plan: Plan, mesh: Mesh) -> HostHeap:
     return HostHeap(
         ranks_here(),
         spares_memory=plan.spares_memory,
-        keeps_nothing=plan.offloaded is not None and plan.offloaded.parameters is not None,
+        keeps_nothing=plan.offloads_parameters,
         say=mesh.rank == 0,
     )
 

@@ -56,7 +56,7 @@ def find_output_logits(
             layer.refused = "tensor parallelism splits it in another way than along its outputs"
         if module in gathered_separately:
             layer.refused = "shard_units has its parameters gathered for its own forward alone"
-        elif plan.offloaded is not None and plan.offloaded.parameters is not None:
+        elif plan.offloads_parameters:
             layer.refused = "its parameters are offloaded, and there for its own forward alone"
         elif plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward:
             layer.refused = f"pp_schedule={plan.pp_schedule!r} computes gradients of inputs and of parameters apart"
