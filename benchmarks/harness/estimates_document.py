@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich import box
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.estimates import Outcome, summary_of
-from benchmarks.harness.estimates_time import Timed, rank_correlation
 from benchmarks.harness.hardware import hardware_name, installed_versions
 from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.results import RESULTS
@@ -30,16 +28,15 @@ class EstimateResults:
     versions: dict[str, str]
     outcomes: list[Outcome]
     resident: list[Outcome]
-    timed: list[Timed]
 
     @classmethod
     def load(cls, path: Path) -> "EstimateResults":
         """The results in the file; empty if there is no file."""
         if not path.exists():
-            return cls("", {}, [], [], [])
+            return cls("", {}, [], [])
         found = json.loads(path.read_text())
         parts = {part: [_outcome(one) for one in found[part]] for part in ("outcomes", "resident")}
-        return cls(found["date"], found["versions"], **parts, timed=[Timed(**one) for one in found.get("timed", [])])
+        return cls(found["date"], found["versions"], **parts)
 
 
 def _outcome(fields: dict[str, Any]) -> Outcome:
@@ -67,21 +64,7 @@ def print_outcomes(console: Console, title: str, outcomes: Sequence[Outcome]) ->
     console.print("\n".join(_summary_lines(outcomes)))
 
 
-def print_times(console: Console, timed: Sequence[Timed]) -> None:
-    """Prints a row for each plan, and the rank correlation below them."""
-    if not timed:
-        return
-    table = Table(title="busy seconds of a step, all ranks together", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("plan", overflow="fold")
-    for head in ("predicted", "measured", "ratio"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for one in timed:
-        table.add_row(one.name, f"{one.predicted:.3f}", f"{one.measured:.3f}", f"{one.predicted / one.measured:.2f}")
-    console.print(table)
-    console.print(f"rank correlation {_correlation(timed):.2f}")
-
-
-def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Outcome], timed: list[Timed]) -> None:
+def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Outcome]) -> None:
     """Writes the parts that were run to the results file, and the block of the page."""
     folder = RESULTS / "estimate"
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +75,6 @@ def write_estimates(console: Console, outcomes: list[Outcome], resident: list[Ou
         installed_versions(["torch", "tensorshard"]),
         outcomes or before.outcomes,
         resident or before.resident,
-        timed or before.timed,
     )
     path.write_text(json.dumps(asdict(results), indent=1) + "\n")
     PAGE.write_text(replace_block(PAGE.read_text(), "estimates", markdown(results)))
@@ -115,24 +97,11 @@ def markdown(results: EstimateResults) -> str:
         ]
         if errors:
             lines.append(f"| {other}, live tensors | {len(errors)} | {_percent(summary_of(errors))} |")
-    times = []
-    if results.timed:
-        ratios = sorted(one.predicted / one.measured for one in results.timed)
-        times = [
-            "",
-            f"Step times of {len(results.timed)} plans of one GPT at one global batch, on 1 to 4 ranks, with the rates "
-            f"that were measured right before: rank correlation {_correlation(results.timed):.2f}; predicted over "
-            f"measured {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f} (busy CPU seconds, all ranks).",
-        ]
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     failed = [f"- not compared: {o.name}: {o.failure}" for o in results.outcomes if o.failure]
     return "\n".join(
-        [*lines, *times, "", f"{hardware_name('cpu')}, {results.date}; {versions}.", *([""] if failed else []), *failed]
+        [*lines, "", f"{hardware_name('cpu')}, {results.date}; {versions}.", *([""] if failed else []), *failed]
     )
-
-
-def _correlation(timed: Sequence[Timed]) -> float:
-    return rank_correlation([one.predicted for one in timed], [one.measured for one in timed])
 
 
 def _percent(found: Mapping[str, float]) -> str:

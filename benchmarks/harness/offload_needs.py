@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.harness import memory
 from benchmarks.harness.memory_group import can_limit
 from benchmarks.offloads import OffloadWork
-from tensorshard.offload.folders import free_bytes
+from tensorshard.offload.scratch_file import free_bytes
 
 # Bytes for each parameter.
 _IN_MEMORY = 18  # bf16 weights, fp32 masters, two states and gradients

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -39,11 +39,16 @@ class PlannerResults:
             return cls({}, {}, {})
         content = json.loads(path.read_text())
         models = {
-            name: ModelRuns(**{**one, "runs": [PlanRun(**run) for run in one["runs"]]})
+            name: ModelRuns(**{**one, "runs": [_plan_run(run) for run in one["runs"]]})
             for name, one in content["models"].items()
         }
         scales = {name: ScaleFinding(**one) for name, one in content["scales"].items()}
         return cls(models, scales, {size: _memory_run(one) for size, one in content["memory"].items()})
+
+
+def _plan_run(values: Mapping[str, Any]) -> PlanRun:
+    known = {field.name for field in fields(PlanRun)}  # older results have more
+    return PlanRun(**{name: value for name, value in values.items() if name in known})
 
 
 def _memory_run(values: Mapping[str, Any]) -> MemoryRun:
@@ -73,25 +78,21 @@ def print_runs(console: Console, found: ModelRuns) -> None:
     """Prints a row for each plan, the fastest first, and how good the choice is."""
     table = Table(title=f"{found.model}, {WORLD} ranks", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("plan", overflow="fold")
-    for head in ("busy", "predicted", "wall", "predicted", "memory"):
+    for head in ("busy", "wall", "predicted", "memory"):
         table.add_column(head, justify="right", no_wrap=True)
     for run in sorted(found.runs, key=lambda run: run.busy or float("inf")):
         if run.refused:
             table.add_row(run.name, "refused", run.refused)
             continue
-        seconds = [f"{value * 1e3:.0f} ms" for value in (run.busy, run.predicted_busy, run.wall, run.predicted)]
+        seconds = [f"{value * 1e3:.0f} ms" for value in (run.busy, run.wall, run.predicted)]
         table.add_row(f"{run.name}{'  <- chosen' * run.chosen}", *seconds, f"{run.memory / 2**20:.0f} MiB")
     console.print(table)
     console.print(
-        f"rank correlation {found.correlation:.2f}{_rounds_words(found)}; the choice takes "
+        f"the choice takes "
         f"{found.regret(wall=False):+.1%} busy seconds and "
         f"{found.regret(wall=True):+.1%} wall time beside the best; searched for {found.search_seconds:.0f} s, "
         f"{found.estimated} estimates"
     )
-
-
-def _rounds_words(found: ModelRuns) -> str:
-    return "" if found.repeatability is None else f" ({found.repeatability:.2f} of a round with the others)"
 
 
 def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
@@ -107,21 +108,18 @@ def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
 def markdown_runs(results: PlannerResults) -> str:
     """A row for each model, and the median and the worst below them."""
     lines = [
-        "| model | plans run | rank correlation | of a round | the choice | regret, CPU time | wall time | search |",
-        "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+        "| model | plans run | the choice | regret, CPU time | wall time | search |",
+        "| --- | ---: | --- | ---: | ---: | ---: |",
     ]
     for name, one in results.models.items():
-        round_words = "" if one.repeatability is None else f"{one.repeatability:.2f}"
         lines.append(
-            f"| {name} | {len(one.valid)} | {one.correlation:.2f} | {round_words} | `{one.chosen.name}` "
+            f"| {name} | {len(one.valid)} | `{one.chosen.name}` "
             f"| {one.regret(wall=False):.1%} | {one.regret(wall=True):.1%} | {one.search_seconds:.0f} s |"
         )
     if results.models:
         for words, choose in (("median", median), ("worst", max)):
             regrets = [choose([one.regret(wall=wall) for one in results.models.values()]) for wall in (False, True)]
-            correlations = [one.correlation for one in results.models.values()]
-            correlation = median(correlations) if words == "median" else min(correlations)
-            lines.append(f"| **{words}** | | {correlation:.2f} | | | {regrets[0]:.1%} | {regrets[1]:.1%} | |")
+            lines.append(f"| **{words}** | | | {regrets[0]:.1%} | {regrets[1]:.1%} | |")
     return "\n".join([*lines, "", f"{hardware_name('cpu')}, {date.today().isoformat()}."])
 
 

@@ -2,20 +2,17 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 
 import tensorshard as ts
-from benchmarks.harness.estimates_time import rank_correlation
 from benchmarks.harness.jobs import run_job
 from benchmarks.harness.planner_models import MODELS, SAMPLES, batch, build
 from benchmarks.models.case import Case
 from tensorshard.predict.hardware import Hardware
-from tensorshard.predict.search.machine import on_cores
 from tensorshard.predict.search.wording import plan_words
 
 WORLD = 4
@@ -64,23 +61,19 @@ class PlanRun:
     Args:
         name: in a user's words.
         predicted: predicted seconds of a step.
-        predicted_busy: predicted computing seconds of all ranks together.
         memory: estimated bytes.
-        wall, busy: the measured values for the two predictions; medians over rounds.
+        wall, busy: measured seconds, and computing seconds of all ranks together; medians over rounds.
         refused: why the model does not take the plan.
         chosen: whether the search chose it.
-        rounds: busy seconds of each round.
     """
 
     name: str
     predicted: float = 0.0
-    predicted_busy: float = 0.0
     memory: int = 0
     wall: float = 0.0
     busy: float = 0.0
     refused: str = ""
     chosen: bool = False
-    rounds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -111,29 +104,6 @@ class ModelRuns:
         """How much longer the choice takes than the best plan that was run: in wall time, or in busy seconds."""
         best = min(run.wall if wall else run.busy for run in self.valid)
         return (self.chosen.wall if wall else self.chosen.busy) / best - 1
-
-    @property
-    def correlation(self) -> float:
-        """The rank correlation of predicted and measured busy seconds."""
-        runs = self.valid
-        return rank_correlation([run.predicted_busy for run in runs], [run.busy for run in runs])
-
-    @property
-    def repeatability(self) -> float | None:
-        """The mean rank correlation of a round with the medians of the others; None if rounds were not kept.
-
-        If plans differ by less than their rounds do, they have no clear order. So no prediction can rank them better
-        than a single round does.
-        """
-        rounds = [run.rounds for run in self.valid]
-        count = min(map(len, rounds), default=0)
-        if count < 3:
-            return None
-        found = []
-        for left_out in range(count):
-            others = [median(one[:left_out] + one[left_out + 1 :]) for one in rounds]
-            found.append(rank_correlation([one[left_out] for one in rounds], others))
-        return sum(found) / count
 
 
 def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping[str, Any]] = GRID) -> ModelRuns:
@@ -175,7 +145,6 @@ def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping
         # For each round: computing time of all ranks together, and the time of the slowest rank.
         busy = [sum(rank["busy"][number][i] for rank in ranks) for i in range(rounds)]
         wall = [max(rank["wall"][number][i] for rank in ranks) for i in range(rounds)]
-        run.rounds = busy
         run.busy, run.wall = torch.tensor(busy).median().item(), torch.tensor(wall).median().item()
     return ModelRuns(name, runs, seconds, found.estimated)
 
@@ -194,7 +163,5 @@ def _predict(run: PlanRun, case: Case, plan: ts.Plan, hardware: Hardware) -> Non
         device="cpu",
     )
     assert found.step_time is not None
-    time = found.step_time
-    run.predicted = on_cores(time.seconds, time.busy, hardware, time.active)
-    run.predicted_busy = found.step_time.busy
+    run.predicted = found.step_time.seconds
     run.memory = found.largest.peak_device

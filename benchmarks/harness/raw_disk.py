@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tensorshard.offload.folders import open_unnamed
+from tensorshard.offload.scratch_file import open_unnamed
 
 _BLOCK = 16 << 20
 _REQUESTS = 8

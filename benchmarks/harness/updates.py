@@ -11,7 +11,7 @@ from benchmarks.harness.jobs import run_job
 from benchmarks.offloads import OPTIMIZER
 from tensorshard import Offload
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
-from tensorshard.offload.slots import OffloadedMaster, Slots, SlotSpec
+from tensorshard.offload.tiers import OffloadedMaster, SlotSpec, Tiers
 from tensorshard.offload.transfers import Move
 
 _FACTOR = 0.37  # the factor of a clipped gradient
@@ -117,11 +117,11 @@ def _plain(numel: int) -> Step:
 
 def _ours(numel: int) -> Step:
     master, copy = _weights(numel)
-    slots = Slots(Offload(optimizer="cpu"))
-    [place] = slots.add("cpu", [SlotSpec("master weights", numel, torch.float32)])
+    tiers = Tiers(Offload(optimizer="cpu"))
+    [place] = tiers.add("cpu", [SlotSpec("master weights", numel, torch.float32)])
     place.tensor.copy_(master.detach())
     offloaded = OffloadedOptimizer(
-        OPTIMIZER([master]), {"p": master}, {}, slots, offloaded={"p": OffloadedMaster(place, copy)}, agree=_nothing
+        OPTIMIZER([master]), {"p": master}, {}, tiers, offloaded={"p": OffloadedMaster(place, copy)}, agree=_nothing
     )
     [o] = offloaded._offloaded.values()
 

@@ -26,7 +26,7 @@ class Training:
 
     def on_disk(self) -> dict[str, int]:
         """Bytes of each kind that this rank has on disk."""
-        held = {} if self._engine.slots is None else self._engine.slots.held_by_kind
+        held = self._engine.storage.held_by_kind
         return {kind: nbytes for (kind, tier), nbytes in held.items() if tier == "disk"}
 
 

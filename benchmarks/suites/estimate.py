@@ -1,4 +1,4 @@
-"""Estimates against real runs on CPU ranks: peaks of small models' ledgers, resident memory of larger ones, times."""
+"""Estimates against real runs on CPU ranks: peaks of small models' ledgers, and resident memory of larger ones."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,17 +9,16 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness.estimates import Cell, Outcome, all_cells, estimate_cell
-from benchmarks.harness.estimates_document import print_outcomes, print_times, write_estimates
+from benchmarks.harness.estimates_document import print_outcomes, write_estimates
 from benchmarks.harness.estimates_peers import others_say
 from benchmarks.harness.estimates_rank import LedgerJob
-from benchmarks.harness.estimates_time import PLANS, Timed, measure_plans
 from benchmarks.harness.jobs import run_job
 from benchmarks.harness.report import make_console
 from benchmarks.harness.resident_rank import ResidentJob
 from benchmarks.registry import Suite
 from benchmarks.workload import OPTIMIZER, Workload, loss_fn
 
-_PARTS = ("ledger", "resident", "time")
+_PARTS = ("ledger", "resident")
 RUN_TIMEOUT = 900.0  # seconds, of all cells of one world
 # Freed blocks of 64 KiB and more go back to the system at once, so that resident memory is what is held, and not what
 # glibc keeps for later.
@@ -46,15 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     parts = _PARTS if arguments.part is None else (arguments.part,)
     outcomes = ledger_outcomes(cells, console) if "ledger" in parts else []
     resident = resident_outcomes(arguments.only, console) if "resident" in parts and not arguments.quick else []
-    timed: list[Timed] = []
-    if "time" in parts and not (arguments.quick or arguments.only):
-        with console.status(f"step times of {len(PLANS)} plans"):
-            timed = measure_plans()
     print_outcomes(console, "live tensors: the ledger of a real run", outcomes)
     print_outcomes(console, f"resident memory above the start: a GPT of {LARGER.name} parameters", resident)
-    print_times(console, timed)
     if not (arguments.quick or arguments.only):
-        write_estimates(console, outcomes, resident, timed)
+        write_estimates(console, outcomes, resident)
     return 0
 
 
@@ -141,4 +135,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a few cells of the ledger's, of which nothing is written")
 
 
-SUITE = Suite("estimate", "estimates of memory and time against real runs on CPU ranks", add_arguments, run)
+SUITE = Suite("estimate", "estimates of memory against real runs on CPU ranks", add_arguments, run)

@@ -19,7 +19,6 @@ from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.heads import HeadWork
 from benchmarks.registry import Suite, positive_int
 from benchmarks.suites.heads import NO_GPU, RUN_TIMEOUT, SMALL, SMALLEST, WIDTHS, obstacle
-from tensorshard.loss.heads.tiles.kernels import KERNELS_VARIABLE
 
 PACKAGES = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "tensorshard")
 
@@ -78,23 +77,11 @@ def contenders(states: str) -> list[Contender]:
         "update": {**update, "keep_logits": False},
         "update, logits kept": {**update, "keep_logits": True},
     }
-    by_hand = ["update"]  # where the kernels do most
     if narrow:
         ours["update, 8 bits"] = {**SMALLEST, "keep_logits": False}
-        by_hand.append("update, 8 bits")
     return [
         *peers,
         *(Contender(f"tensorshard, {name}", "head_ours", "tensorshard.nn", given) for name, given in ours.items()),
-        *(
-            Contender(
-                f"tensorshard, {name}, Triton by hand",
-                "head_ours",
-                "tensorshard.nn",
-                ours[name],
-                {KERNELS_VARIABLE: "triton"},
-            )
-            for name in by_hand
-        ),
     ]
 
 
@@ -118,7 +105,7 @@ def designs() -> list[Contender]:
 def obstacle_on(contender: Contender, device: str) -> str:
     """Why a contender cannot be measured on "cuda" or "cpu"; empty if it can."""
     own_kernels = contender.builder == "head_liger" or contender.options.get("implementation") == "cce"
-    if device == "cpu" and (own_kernels or contender.environment.get(KERNELS_VARIABLE) == "triton"):
+    if device == "cpu" and own_kernels:
         return "needs a GPU"
     return obstacle(contender)
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks.harness.estimates_time import measured_hardware
+from benchmarks.harness.measured_hardware import measured_hardware
 from benchmarks.harness.planner_document import (
     PlannerResults,
     print_findings,

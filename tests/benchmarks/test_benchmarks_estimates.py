@@ -8,7 +8,6 @@ from benchmarks.harness import estimates_document
 from benchmarks.harness.estimates import Outcome, all_cells, summary_of
 from benchmarks.harness.estimates_document import EstimateResults, markdown, write_estimates
 from benchmarks.harness.estimates_peers import accelerate_says, deepspeed_says
-from benchmarks.harness.estimates_time import Timed
 from benchmarks.harness.headlines import HEADLINES, Finding, largest_that_fits
 from benchmarks.harness.headlines_document import PAGE as HEADLINES_PAGE
 from benchmarks.harness.headlines_document import HeadlineResults
@@ -36,9 +35,7 @@ def test_the_rank_that_is_furthest_off_counts():
 
 
 def test_the_page_gets_its_table():
-    timed = [Timed("one", 1.0, 2.0), Timed("two", 3.0, 3.0), Timed("three", 2.0, 4.0)]
-    table = markdown(EstimateResults("2026-01-02", {"torch": "2.13.0"}, OUTCOMES, OUTCOMES[1:2], timed))
-    assert "rank correlation 0.50; predicted over measured 0.50 to 1.00, median 0.50" in table
+    table = markdown(EstimateResults("2026-01-02", {"torch": "2.13.0"}, OUTCOMES, OUTCOMES[1:2]))
     assert "| tensorshard, live tensors | 2 | 5.0% | 10.0% | 10.0% |" in table
     assert "| tensorshard, resident memory | 1 | 0.0% | 0.0% | 0.0% |" in table
     assert "| DeepSpeed, live tensors | 1 | 50.0%" in table and "- not compared: c: real run: it raised" in table
@@ -61,12 +58,11 @@ def test_parts_that_were_not_run_stay(tmp_path, monkeypatch):
     page.write_text("<!-- estimates -->\n<!-- /estimates -->\n")
     monkeypatch.setattr(estimates_document, "PAGE", page)
     monkeypatch.setattr(estimates_document, "RESULTS", tmp_path)
-    timed = [Timed("one", 1.0, 2.0), Timed("two", 3.0, 3.0)]
-    write_estimates(Console(), OUTCOMES, [], [])
-    write_estimates(Console(), [], [], timed)
+    write_estimates(Console(), OUTCOMES, [])
+    write_estimates(Console(), [], OUTCOMES[:1])
     (path,) = (tmp_path / "estimate").iterdir()
     found = EstimateResults.load(path)
-    assert found.outcomes == OUTCOMES and found.timed == timed and "| 10.0% |" in page.read_text()
+    assert found.outcomes == OUTCOMES and found.resident == OUTCOMES[:1] and "| 10.0% |" in page.read_text()
 
 
 def test_formulas_of_others():

@@ -18,8 +18,6 @@ from benchmarks.harness.results import load_results
 from benchmarks.heads import HeadWork
 from benchmarks.suites import gpu
 
-from tensorshard.loss.heads.tiles.kernels import KERNELS_VARIABLE
-
 
 def _arguments(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -32,7 +30,7 @@ def test_every_head_has_peers_and_ours(states):
     lineup = gpu.contenders(states)
     names = [contender.name for contender in lineup]
     assert [contender.ours for contender in lineup].count(False) >= 3
-    assert {"tensorshard, update", "tensorshard, update, Triton by hand"} <= set(names)
+    assert {"tensorshard, update", "tensorshard, update, logits kept"} <= set(names)
     assert len(set(names)) == len(names)
     builders = Path(tables.__file__).parent / "peers"
     assert all((builders / f"{contender.builder}.py").exists() for contender in (*lineup, *gpu.designs()))
@@ -45,11 +43,7 @@ def test_unknown_states_are_refused():
 
 def test_what_needs_a_gpu_is_left_out_by_name_elsewhere():
     left_out = {c.name for states in gpu.STATES for c in gpu.contenders(states) if gpu.obstacle_on(c, "cpu")}
-    by_hand = {f"tensorshard, {name}, Triton by hand" for name in ("update", "update, 8 bits")}
-    assert left_out == {"Liger fused linear cross entropy", "cut cross entropy, Triton", *by_hand}
-    last = gpu.contenders("fp32")[-1]
-    assert last.name in by_hand and last.environment == {KERNELS_VARIABLE: "triton"}
-    assert gpu.obstacle_on(last, "cuda") == ""
+    assert left_out == {"Liger fused linear cross entropy", "cut cross entropy, Triton"}
 
 
 def test_without_a_gpu_it_says_how_to_try_it(monkeypatch, capsys):
@@ -77,10 +71,10 @@ def test_a_gpus_results_have_its_name_and_tables(monkeypatch, tmp_path):
     jobs: list[FitJob] = []
     monkeypatch.setattr(gpu, "measure_fit", lambda job, **_: jobs.append(job) or Fit(4096.0, [20_000_000]))
 
-    def measured(job: Any, world_size: int, *, environment: dict[str, str], **_: Any) -> HeadMeasurement:
+    def measured(job: Any, *_: Any, **__: Any) -> HeadMeasurement:
         if job.options.get("compiled"):
             raise OutOfMemoryError("too large")
-        return HeadMeasurement(1.0 if environment else 2.0, 0.1, 1e6, 8.0, 1e-3)
+        return HeadMeasurement(2.0, 0.1, 1e6, 8.0, 1e-3)
 
     monkeypatch.setattr(heads_group, "measure_head", measured)
     assert gpu.run(_arguments("--work", "1 million classes", "--states", "fp32", "--features", "512")) == 0
@@ -88,7 +82,6 @@ def test_a_gpus_results_have_its_name_and_tables(monkeypatch, tmp_path):
     assert found.device == "cuda" and found.groups[0].title == "1 million classes, fp32 states"
     rows = {row.contender: row for row in found.groups[0].rows}
     assert rows["plain PyTorch, torch.compile"].note == "out of memory"
-    assert rows["tensorshard, update, Triton by hand"].values["step_seconds"].median == 1.0
     assert rows["tensorshard, update"].values["step_seconds"].median == 2.0
     assert jobs[0].budgets == [11 * 10**9] and jobs[0].ranks == 8 and jobs[0].work.device == "cuda"
     text = "".join(f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in ("gpu", "gpu-fit"))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import parity
-from tensorshard.weights.files.safe_reader import read_metadata
+from tensorshard.weights.files.checkpoint_files import read_metadata
 
 PLANS = {
     "zero3_on_2": (2, dict(zero=3)),

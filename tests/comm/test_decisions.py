@@ -9,7 +9,7 @@ import torch.distributed as dist
 import parity
 from tensorshard.comm.decisions import decide_once
 from tensorshard.tensor_parallel.search import find_table as finding
-from tensorshard.tensor_parallel.search.check_table import WrongTensorPlanError
+from tensorshard.tensor_parallel.search.check_table import WrongTableError
 
 
 def _world() -> Any:
@@ -44,7 +44,7 @@ def _failure(kind: str) -> tuple[str, str]:
     def decide() -> None:
         if dist.get_rank() > 0:
             raise AssertionError("only the first rank is to decide")
-        raise WrongTensorPlanError("no good") if kind == "plain" else AwkwardError("size", 3)
+        raise WrongTableError("no good") if kind == "plain" else AwkwardError("size", 3)
 
     try:
         decide_once(decide, _world())
@@ -54,7 +54,7 @@ def _failure(kind: str) -> tuple[str, str]:
 
 
 def test_a_failure_is_raised_by_every_rank(ranks):
-    assert ranks(2, _failure, "plain") == [("WrongTensorPlanError", "no good")] * 2
+    assert ranks(2, _failure, "plain") == [("WrongTableError", "no good")] * 2
     assert ranks(2, _failure, "awkward") == [("AwkwardError", "size is 3"), ("RuntimeError", "AwkwardError: size is 3")]
 
 
@@ -65,7 +65,7 @@ def _searches_of(fields: dict[str, Any]) -> tuple[int, str, str]:
     finding.run_once = lambda *args, **kwargs: searches.append(1) or search(*args, **kwargs)
     try:
         engine = parity.make_engine("gpt", fields)
-        return len(searches), engine.sharded.split.found.describe(), ""
+        return len(searches), engine.sharded.split.table.describe(), ""
     except ValueError as error:
         return len(searches), "", f"{type(error).__name__}: {error}"
     finally:
@@ -81,7 +81,7 @@ def test_one_rank_searches_for_a_table(ranks):
 
 def test_a_refused_table_is_refused_alike_on_every_rank(ranks):
     refusals = ranks(2, _searches_of, dict(tp=2, tp_plan={"blocks.*.mlp.up": "colwise"}))
-    assert "WrongTensorPlanError: the tensor-parallel table is wrong for blocks.*" in refusals[0][2]
+    assert "WrongTableError: the tensor-parallel table is wrong for blocks.*" in refusals[0][2]
     assert refusals[1][2] == refusals[0][2]
 
 

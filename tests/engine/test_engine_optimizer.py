@@ -130,12 +130,12 @@ def _modes_around_the_update(level: int) -> list[bool]:
     engine = engine_of(Regular(), _FUSED["AdamW"], zero=level)
     seen = []
 
-    def noted(*_: object) -> None:
+    def noted(*_: object, **__: object) -> None:
         seen.append(has_dispatch_mode())
 
     with (
         mock.patch.object(engine.sharded, "all_gather_parameters", noted),
-        mock.patch("tensorshard.engine.engine.check_transfers", noted),
+        mock.patch.object(engine.storage, "check_transfers", noted),
     ):
         engine.step(*own_shard(engine, *data(0)))
     return seen

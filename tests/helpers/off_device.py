@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tensorshard.engine import offload
+from tensorshard.offload import tiered_storage
 from tensorshard.offload.device_copies import DeviceCopies
 
 
@@ -39,6 +39,6 @@ class Late:
 def off_device(copies: type[DeviceCopies] = LateCopies) -> Iterator[None]:
     """Within this, Engines are made as on a device whose memory is not the host's."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(offload, "is_host_memory", lambda _: False))
-        stack.enter_context(mock.patch.object(offload, "DeviceCopies", copies))
+        stack.enter_context(mock.patch.object(tiered_storage, "is_host_memory", lambda _: False))
+        stack.enter_context(mock.patch.object(tiered_storage, "DeviceCopies", copies))
         yield

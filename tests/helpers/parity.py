@@ -18,8 +18,8 @@ from head_models import bert_with_head, gpt_with_head, resnet_with_head
 from pipeline_models import UNet
 from table_models import make
 from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
-from tensorshard.tensor_parallel.search import choose_table
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.parallelize import split_tensors
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 STEPS = 20
 GLOBAL_BATCH = 16
@@ -189,7 +189,7 @@ def make_engine(kind: str, fields: dict[str, Any], as_callable: bool = False) ->
 @contextmanager
 def _tables_found_once(kind: str) -> Iterator[None]:
     """A tensor-parallel table that was found for `kind` in this process is used again, which saves seconds."""
-    search = choose_table.choose_tensor_plan
+    search = split_tensors.choose_tensor_table
 
     def choose(model: nn.Module, size: int, table: Any = None, *, sequence_parallel: bool, **options: Any) -> Any:
         def find() -> VerifiedTable:
@@ -202,7 +202,7 @@ def _tables_found_once(kind: str) -> Iterator[None]:
             _TABLES[key] = find()
         return copy.deepcopy(_TABLES[key])
 
-    with mock.patch.object(choose_table, "choose_tensor_plan", choose):
+    with mock.patch.object(split_tensors, "choose_tensor_table", choose):
         yield
 
 

@@ -12,7 +12,7 @@ from raised_errors import BY_VALUES, OTHERS, OURS, from_file, raising
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.provenance import Provenance
 from tensorshard.models import GPT
-from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
+from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_lengths
 
 
 def caught(function: Callable[[], Any]) -> Exception:

@@ -1,12 +1,15 @@
 """Tensors in nested structures: found and mapped in one order, in dataclasses too."""
 
+import pickle
+import warnings
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
-from tensorshard.model.tensors import map_tensors, map_tensors_once, storage_key, tensor_leaves
-from tensorshard.model.values import take_apart
+from tensorshard.model.tensors import map_tensors, map_tensors_once, storage_key, take_apart, tensor_leaves
 
 
 @dataclass
@@ -37,3 +40,26 @@ def test_a_tensor_that_is_there_twice_stays_one():
 def test_views_share_a_storage():
     a = torch.zeros(2, 3)
     assert storage_key(a) == storage_key(a.t()[1:]) != storage_key(a.clone())
+
+
+_Pair = namedtuple("_Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        {"a": torch.ones(1), "b": [1, (None, torch.zeros(3))]},
+        _Pair(torch.ones(1), OrderedDict(x=torch.ones(2), y=[])),
+        [],
+    ],
+    ids=["tensor", "nested", "named", "empty"],
+)
+def test_a_structure_is_sent_without_a_warning_of_torch(value: Any) -> None:
+    tensors, structure = take_apart(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        received = pickle.loads(pickle.dumps(structure))
+    assert received == structure
+    again, _ = take_apart(received.build(tensors))
+    assert type(received.build(tensors)) is type(value) and all(a is b for a, b in zip(again, tensors, strict=True))

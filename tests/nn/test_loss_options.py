@@ -13,8 +13,7 @@ import tensorshard.distributed as tsd
 from rank_pool import RankError
 from tensorshard.comm.marks import register_parallel_dim
 from tensorshard.comm.sharding import distribute
-from tensorshard.loss import split_cross_entropy
-from tensorshard.loss.heads.tiles import tiles
+from tensorshard.loss import split_cross_entropy, tiles
 from tensorshard.nn import ArcFace, CrossEntropyOutput, ParallelCrossEntropyLoss, ParallelLinearCrossEntropy
 from tensorshard.nn.functional import parallel_cross_entropy, parallel_linear_cross_entropy
 

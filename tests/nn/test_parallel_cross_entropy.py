@@ -219,11 +219,11 @@ def _bad(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("target too large", "IndexError: target 8 is outside the 8 classes: use 0 to 7, or -100"),
-        ("target negative", "IndexError: target -1 is outside the 8 classes"),
+        ("target too large", "IndexError: target 8, number 1 of 3, is outside the 8 classes: use 0 to 7, or -100"),
+        ("target negative", "IndexError: target -1, number 1 of 3, is outside the 8 classes"),
         (
             "whole",
-            "marked as split along dimension 1, of whose 8 classes rank 0 of 2 holds 4: it seems to be whole",
+            "split along dimension 1, were given to rank 0 of 2, which holds 4 of 8 classes: it seems to be whole",
         ),
         ("lost", "come from a layer that splits its output features, but do not say so"),
         ("shape", r"targets \[2\] were given for logits \[3, 4\].*expected \[3\]"),

@@ -102,9 +102,9 @@ def _bad(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("vocabulary", "IndexError: index 5 is outside the 5 embeddings: use 0 to 4"),
-        ("features", "IndexError: index 5 is outside the 5 embeddings"),
-        ("negative", "IndexError: index -1 is outside the 5 embeddings"),
+        ("vocabulary", "IndexError: index 5, number 1 of 2, is outside the 5 embeddings: use 0 to 4"),
+        ("features", "IndexError: index 5, number 1 of 2, is outside the 5 embeddings"),
+        ("negative", "IndexError: index -1, number 1 of 2, is outside the 5 embeddings"),
         ("sparse", "sparse=True was given for a split embedding"),
         ("no size", "without num_embeddings="),
         ("wrong size", "num_embeddings=9 was given, of which rank 0 of 2 holds 5 rows; its weight has 2"),

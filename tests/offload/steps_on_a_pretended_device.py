@@ -107,7 +107,7 @@ def _steps(world_size: int, fields: dict[str, Any], activations: str | None, ove
         _pretend(stack, world_size)
         optimizer = partial(torch.optim.AdamW, lr=1e-3)
         plan = ts.Plan(offload=offload, **fields)
-        engine = build.lay_out_engine(Model, plan, optimizer=optimizer, loss_fn=_loss, device=device)
+        engine = build.build_engine(Model, plan, optimizer=optimizer, loss_fn=_loss, device=device)
         tokens = torch.zeros(4, 8, dtype=torch.long, device=device)
         for _ in range(2):
             engine.step(tokens, tokens)

@@ -10,7 +10,7 @@ from torch import nn
 from tensorshard import Offload
 from tensorshard.offload import compiled_adamw
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
-from tensorshard.offload.slots import Slots
+from tensorshard.offload.tiers import Tiers
 
 SIZES = (1, 63, 64, 1000, 200_003)
 
@@ -29,16 +29,17 @@ def _train(offloaded: bool, options: dict, factor: float | None) -> list[torch.T
     optimizer = torch.optim.AdamW(parameters.values(), fused=True, **options)
     ours = None
     if offloaded:
-        slots = Slots(Offload(optimizer="cpu", buffer_memory="1MiB"))
-        ours = OffloadedOptimizer(optimizer, parameters, {}, slots, offloaded={}, agree=lambda _: None)
+        tiers = Tiers(Offload(optimizer="cpu", buffer_memory="1MiB"))
+        ours = OffloadedOptimizer(optimizer, parameters, {}, tiers, offloaded={}, agree=lambda _: None)
     for _ in range(4):
         for parameter in parameters.values():
             parameter.grad = torch.randn(parameter.shape)
             if factor is not None and ours is None:
                 parameter.grad.mul_(factor)
-        if ours is not None:
-            ours.factor = None if factor is None else torch.tensor(factor, dtype=torch.float64)
-        optimizer.step()
+        if ours is None:
+            optimizer.step()
+        else:
+            ours.step(parameters.values(), None if factor is None else torch.tensor(factor, dtype=torch.float64))
     states = [optimizer.state[p][key] for p in parameters.values() for key in ("exp_avg", "exp_avg_sq")]
     return [*(p.detach() for p in parameters.values()), *states]
 

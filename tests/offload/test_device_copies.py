@@ -20,9 +20,8 @@ import tensorshard as ts
 from off_device import Late, LateCopies, off_device
 from tensorshard.offload import activations
 from tensorshard.offload.activations import OffloadedActivations
-from tensorshard.offload.device_copies import DeviceCopies
-from tensorshard.offload.pinned_memory import PinnedMemory
-from tensorshard.offload.slots import Slots
+from tensorshard.offload.device_copies import DeviceCopies, PinnedMemory
+from tensorshard.offload.tiers import Tiers
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -109,8 +108,8 @@ def test_copies_follow_what_was_computed_on_streams_of_their_own():
 
 
 def test_a_tensor_that_changes_while_it_is_copied_is_refused():
-    slots = Slots(ts.Offload(activations="cpu", buffer_memory="1MiB"), copies=LateCopies(torch.device("cpu")))
-    moved = OffloadedActivations(slots)
+    tiers = Tiers(ts.Offload(activations="cpu", buffer_memory="1MiB"), copies=LateCopies(torch.device("cpu")))
+    moved = OffloadedActivations(tiers)
     held = Lock()
     block = nn.Identity()
 

@@ -18,7 +18,7 @@ import tensorshard as ts
 from off_device import off_device
 from tensorshard.offload import activations
 from tensorshard.offload.activations import OffloadedActivations
-from tensorshard.offload.slots import Slots
+from tensorshard.offload.tiers import Tiers
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
@@ -31,10 +31,9 @@ def _train(kind: str, fields: dict[str, Any], steps: int) -> tuple[list[Any], di
     losses = [engine.step(*parity.shard(engine, *parity.batch(kind, s))).item() for s in range(steps)]
     losses.append(engine.evaluate(*parity.shard(engine, *parity.batch(kind, 0))).item())
     held = None
-    if engine.slots is not None:
-        assert engine.slots.activations is not None
+    if engine.plan.offload is not None:
         gc.collect()
-        held = engine.slots.describe(), engine.slots.activations.space.lent_bytes
+        held = engine.storage.describe(), engine.storage.activations.space.lent_bytes
     return losses, engine.full_state_dict(), held
 
 
@@ -137,7 +136,7 @@ class Kept(nn.Module):
 
 
 def _activations(tmp_path: Any, **fields: Any) -> OffloadedActivations:
-    return OffloadedActivations(Slots(ts.Offload(**{"activations": "disk", "path": str(tmp_path), **fields})))
+    return OffloadedActivations(Tiers(ts.Offload(**{"activations": "disk", "path": str(tmp_path), **fields})))
 
 
 def _gradients(model: nn.Module, run: Any) -> list[torch.Tensor]:
@@ -219,11 +218,11 @@ def test_space_of_the_file_is_used_again(tmp_path):
 
 
 def test_the_budget_of_host_memory_counts_activations(tmp_path):
-    slots = Slots(ts.Offload(activations="cpu", path=str(tmp_path), host_memory="2MiB", buffer_memory="1MiB"))
-    space = OffloadedActivations(slots).space
+    tiers = Tiers(ts.Offload(activations="cpu", path=str(tmp_path), host_memory="2MiB", buffer_memory="1MiB"))
+    space = OffloadedActivations(tiers).space
     taken = [space.take(600_000) for _ in range(2)]
     assert [type(slot).__name__ for slot in taken] == ["HostSlot", "ActivationSlot"]
-    assert slots.describe().splitlines()[:2] == [
+    assert tiers.describe().splitlines()[:2] == [
         "activations      host memory          0.6 MiB",
         "activations      disk                 0.6 MiB",
     ]

@@ -12,8 +12,8 @@ from torch import nn
 
 from tensorshard import Offload
 from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
-from tensorshard.offload.slots import Slots
-from tensorshard.offload.state_probe import probe_states
+from tensorshard.offload.tiered_storage import probe_states
+from tensorshard.offload.tiers import Tiers
 from tensorshard.offload.updates import tile_update
 
 OPTIMIZERS = {
@@ -34,10 +34,10 @@ def _parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
 
 
-def _offloaded(optimizer, build, parameters, tier, folder) -> tuple[OffloadedOptimizer, Slots]:
-    slots = Slots(Offload(optimizer=tier, path=str(folder), buffer_memory="1MiB"))
+def _offloaded(optimizer, build, parameters, tier, folder) -> tuple[OffloadedOptimizer, Tiers]:
+    tiers = Tiers(Offload(optimizer=tier, path=str(folder), buffer_memory="1MiB"))
     states = {} if tile_update(optimizer) else probe_states(lambda given: build(given.values()), parameters)
-    return OffloadedOptimizer(optimizer, parameters, states, slots, offloaded={}, agree=_agree), slots
+    return OffloadedOptimizer(optimizer, parameters, states, tiers, offloaded={}, agree=_agree), tiers
 
 
 def _agree(failure: Exception | None) -> None:
@@ -68,8 +68,7 @@ def test_an_update_is_the_optimizers_own(kind, tier, tmp_path):
                 parameter.grad.mul_(factor.float())
         plain.step()
         _set_gradients(found, step)
-        offloaded.factor = factor
-        optimizer.step()
+        offloaded.step(found.values(), factor)
         for schedule in schedules:
             schedule.step()
     for name in SHAPES:

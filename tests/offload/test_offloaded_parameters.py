@@ -8,15 +8,15 @@ import torch
 
 from tensorshard import Offload
 from tensorshard.offload.offloaded_parameters import OffloadedParameters, ParameterUnit
-from tensorshard.offload.slots import Slots
+from tensorshard.offload.tiers import Tiers
 
 SIZES = [(5000, 7), (300_000,), (5000, 7), (0, 3)]  # elements of each unit's parameters
 
 
-def _parameters(folder, tier: str = "disk") -> tuple[OffloadedParameters, Slots, list[list[torch.Tensor]]]:
-    slots = Slots(Offload(optimizer="cpu", parameters=tier, path=str(folder)))
+def _parameters(folder, tier: str = "disk") -> tuple[OffloadedParameters, Tiers, list[list[torch.Tensor]]]:
+    tiers = Tiers(Offload(optimizer="cpu", parameters=tier, path=str(folder)))
     torch.manual_seed(0)
-    return OffloadedParameters(slots), slots, [[torch.randn(size) for size in sizes] for sizes in SIZES]
+    return OffloadedParameters(tiers), tiers, [[torch.randn(size) for size in sizes] for sizes in SIZES]
 
 
 def _pass(parameters: OffloadedParameters, units: list[ParameterUnit], phase: str) -> list[list[torch.Tensor]]:
@@ -67,7 +67,7 @@ def test_the_next_unit_is_read_ahead_and_memory_is_used_again(tmp_path, monkeypa
 
 
 def test_a_failure_is_kept_until_it_is_asked_for(tmp_path, monkeypatch):
-    parameters, slots, values = _parameters(tmp_path)
+    parameters, tiers, values = _parameters(tmp_path)
     units = [parameters.add(shards) for shards in values]
 
     def fail(*_: object) -> int:
@@ -76,8 +76,8 @@ def test_a_failure_is_kept_until_it_is_asked_for(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fail)
         assert not any(tensor.any() for tensors in _pass(parameters, units, "forward") for tensor in tensors)
-    assert "could not be read" in str(slots.take_failure())
-    assert slots.take_failure() is None
+    assert "could not be read" in str(tiers.take_failure())
+    assert tiers.take_failure() is None
     assert _same(_pass(parameters, units[:1], "forward"), values[:1])
 
 

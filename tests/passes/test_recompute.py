@@ -146,13 +146,13 @@ def test_attention_with_dropout_is_computed_again(monkeypatch):
     library.impl("attention", lambda q, dropout_p=0.0: nn.functional.dropout(q, dropout_p), "CompositeExplicitAutograd")
     kernel = torch.ops.tensorshard_tests.attention.default
     monkeypatch.setattr(costly_results, "COSTLY", costly_results.COSTLY | {kernel})
-    results = costly_results.KeptResults()
+    results = costly_results.CachedResults()
     q = torch.ones(1000)
-    with costly_results.KeepsCostly(results):
+    with costly_results.CachesCostly(results):
         kept = kernel(q, 0.0)
         torch.manual_seed(0)
         first = kernel(q, 0.5), nn.functional.dropout(q, 0.5)
-    with costly_results.TakesKept(results):
+    with costly_results.TakesCached(results):
         assert kernel(q, 0.0).data_ptr() == kept.data_ptr()
         torch.manual_seed(0)
         again = kernel(q, 0.5), nn.functional.dropout(q, 0.5)

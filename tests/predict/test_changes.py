@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import tensorshard as ts
 from tensorshard import cli
+from tensorshard.common.quantities import size_text
 from tensorshard.predict.changes import Change, find_changes
-from tensorshard.predict.sizes import size_text
 
 MIB = 1 << 20
 PLAN = ts.Plan(zero=0).resolve(8)

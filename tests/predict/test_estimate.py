@@ -13,7 +13,8 @@ import torch.distributed as dist
 import parity
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate, summarize
+from tensorshard.plan.storage import DeviceStorage
+from tensorshard.predict.rank_estimate import CATEGORIES, OPTIMIZER, RankEstimate, summarize
 from tensorshard.predict.watched_steps import watch_steps
 from tensorshard.torch_private.process_groups import fake_world
 
@@ -45,7 +46,9 @@ def _measured(fields: dict[str, Any]) -> RankEstimate:
         )
 
     ledger, known, engine = watch_steps(build, _batch)
-    return summarize(ledger, known, rank=dist.get_rank(), stage=engine.mesh.index("pp"), device_bytes=0)
+    return summarize(
+        ledger, known, rank=dist.get_rank(), stage=engine.mesh.index("pp"), device_bytes=0, storage=DeviceStorage()
+    )
 
 
 def _estimated(world: int, fields: dict[str, Any], model: str = "gpt") -> ts.Estimate:
@@ -97,7 +100,7 @@ def _of_experts() -> tuple[int, int, int]:
     ledger, known, _ = watch_steps(
         lambda: ts.parallelize(Experts, ts.Plan(), optimizer=ADAMW, loss_fn=loss), lambda: batch
     )
-    real = summarize(ledger, known, rank=0, stage=0, device_bytes=0)
+    real = summarize(ledger, known, rank=0, stage=0, device_bytes=0, storage=DeviceStorage())
     dist.destroy_process_group()
     found = ts.estimate(
         Experts, ts.Plan(), world_size=1, inputs=batch[0], targets=batch[1], optimizer=ADAMW, loss_fn=loss, device="cpu"
@@ -221,7 +224,7 @@ def _measured_offload() -> RankEstimate:
         return ts.parallelize(_LARGER, ts.Plan(**_OFFLOADED), optimizer=ADAMW, loss_fn=next_token_loss)
 
     ledger, known, engine = watch_steps(build, _larger_batch)
-    return summarize(ledger, known, rank=dist.get_rank(), stage=0, device_bytes=0, slots=engine.slots)
+    return summarize(ledger, known, rank=dist.get_rank(), stage=0, device_bytes=0, storage=engine.storage)
 
 
 def _estimated_offload() -> RankEstimate:
@@ -270,6 +273,13 @@ def test_what_is_offloaded_from_gpus(ranks):
     assert plain.peak_allocated - offloaded.peak_allocated >= 8 * numel
     assert plain_16.peak_allocated - offloaded_16.peak_allocated >= 12 * numel
     assert offloaded.host_traffic - offloaded_16.host_traffic > 1.9 * numel  # weights come back in 16 bits
+
+
+def test_states_stay_on_the_device_where_activations_alone_leave_it(ranks):
+    plans = [ts.Plan(), ts.Plan(offload=ts.Offload(activations="cpu", buffer_memory="512KiB"))]
+    plain, moved = ranks(1, _estimated_for_gpus, plans)[0]
+    numel = sum(p.numel() for p in _LARGER().parameters())
+    assert moved.by_category[OPTIMIZER] == plain.by_category[OPTIMIZER] >= 8 * numel
 
 
 def _kept_by_a_send() -> list[bool]:

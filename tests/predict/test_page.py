@@ -12,9 +12,8 @@ import pytest
 import tensorshard as ts
 from tensorshard.predict import Estimate, MemoryProfile, RankEstimate
 from tensorshard.predict.chart import stacked_chart
-from tensorshard.predict.history import Moment, moments
-from tensorshard.predict.page_style import STYLE
-from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor
+from tensorshard.predict.page_frame import STYLE
+from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor, Moment, moments
 from tensorshard.predict.storage_ledger import Event
 
 MIB = 1 << 20

@@ -1,7 +1,6 @@
 """What estimates say of work, traffic and time, against formulas; and the hardware that they know."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,10 +13,8 @@ from torch.nn import functional as F
 
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.pipeline.run.draw_schedule import timeline
 from tensorshard.predict.hardware import (
     THIS_MACHINE,
-    HostCosts,
     Link,
     Rates,
     find_hardware,
@@ -27,7 +24,7 @@ from tensorshard.predict.hardware import (
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate
-from tensorshard.predict.step_time import kernel_time, link_of, roofline, seconds_on_cores, step_time, transfer_time
+from tensorshard.predict.step_time import kernel_time, link_of, step_time, transfer_time
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 2, 32, 2, 16, 64, 4
 TABLE = {
@@ -192,10 +189,8 @@ def _rank(stage: int, forward: float, *transfers: Transfer) -> RankEstimate:
 def test_the_bubble_is_that_of_the_schedule():
     plan = ts.Plan(pp=4, micro_batches=8).resolve(4)
     found = step_time([_rank(stage, 0.5) for stage in range(4)], plan, 4, RATES)
-    busy = 8 * 1.5
     assert found.by_category["bubble"] / (found.seconds - 1) == pytest.approx(3 / (8 + 3))
-    assert found.by_category["compute"] == pytest.approx(busy) and found.by_category["optimizer"] == pytest.approx(1)
-    assert found.busy == pytest.approx(4 * (busy + 1))
+    assert found.by_category["compute"] == pytest.approx(8 * 1.5) and found.by_category["optimizer"] == pytest.approx(1)
 
 
 def test_transfers_are_hidden_behind_kernels_where_the_engine_does():
@@ -221,81 +216,6 @@ def test_the_roofline_and_the_links():
     assert link_of("tp", 4, plan, 16, RATES) == RATES.within_node
     assert link_of("dp_shard", 4, plan, 16, RATES).bandwidth == 10e9  # one of each node
     assert link_of("world", 16, plan, 16, RATES).bandwidth == 40e9  # over the adapters of all four
-
-
-def test_operators_take_as_long_as_their_curves_say():
-    curves = {"aten.mm": ((1.0, 2.0), (3.0, 3.0)), "aten.add": ((1.0, 4.0),)}
-    rates = replace(RATES, operators=curves)
-
-    def seconds(name: str, bound: float, flops: bool = True) -> float:
-        work = int(bound * 1e12)
-        return kernel_time(Kernel(FORWARD, name, "float32", work * flops, work * (not flops)), rates)
-
-    assert seconds("aten.mm", 2) == pytest.approx(2.5)  # between two points
-    assert seconds("aten.mm", 0.5) == pytest.approx(1) and seconds("aten.mm", 30) == pytest.approx(30)
-    assert seconds("aten.bmm", 2) == pytest.approx(2.5)  # not measured, as a product
-    assert seconds("aten.gelu", 2, flops=False) == pytest.approx(8)
-
-
-@pytest.mark.parametrize(("place", "bound"), [(0.0, 4.0), (0.5, 8**0.5), (1.0, 2.0)])
-def test_what_was_measured_of_an_operator_scales_its_time_wherever_the_hardware_is(place, bound):
-    rates = replace(RATES, matmul_efficiency=(0.5, 1.0), operators={"aten.mm": ((1.0, 2.0), (3.0, 3.0))})
-    kernel = Kernel(FORWARD, "aten.mm", "float32", int(2e12), 0)
-    measured = 2 + (8**0.5 - 1) / 2  # between the two points, at the roofline of the middle
-    assert kernel_time(kernel, rates, place) == pytest.approx(bound * measured / 8**0.5)
-
-
-def test_arithmetic_and_memory_traffic_add_up_where_the_rates_say_so():
-    kernel = Kernel(FORWARD, "aten.mm", "float32", int(2e12), int(1e12))
-    moved, computed = replace(kernel, flops=0), replace(kernel, nbytes=0)
-    longer, both = RATES, replace(RATES, memory_beside=True)
-    parts = roofline(computed, longer), roofline(moved, longer)
-    assert roofline(kernel, longer) == pytest.approx(max(parts)) and min(parts) > 0
-    assert roofline(kernel, both) == pytest.approx(sum(parts))
-
-
-def test_cpu_ranks_compute_for_messages_and_around_layers():
-    host = HostCosts(message=1.0, queued=0.1, byte=1e-3, unit=10.0, split=100.0, action=1000.0, step=1e4)
-    rates = replace(RATES, asynchronous=False, host=host)
-    gather = Transfer(FORWARD, "dp_shard", "send", 100, 4, overlaps=True, part_of="all_gather")
-    sums = Transfer(FORWARD, "tp", "send", 100, 2, part_of="all_reduce")
-    received = replace(gather, collective="receive")
-    statistics = replace(gather, overlaps=False, part_of="all_reduce")  # of a batch normalization
-    of_update = replace(statistics, section=UPDATE)
-
-    def busy(plan: ts.Plan, *transfers: Transfer, count: int = 1) -> float:
-        rank = _rank(0, 0.0, *transfers)
-        for transfer in transfers:
-            rank.operations.transfers[transfer] = count
-        world = 8
-        return step_time([rank] * plan.pp, plan.resolve(world), world, rates).busy / world - 1  # of the update
-
-    assert busy(ts.Plan(zero=0), gather, received, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1), abs=1e-6)
-    assert busy(ts.Plan(zero=3), gather, count=3) == pytest.approx(1e4 + 3 * (0.1 + 0.1) + 10, abs=1e-6)  # one unit
-    replicas = replace(gather, axis="dp_replicate", ranks=2, part_of="all_reduce")
-    hybrid = ts.Plan(zero=3, dp_replicate=2)
-    assert busy(hybrid, replicas, count=2) == pytest.approx(1e4 + 2 * (0.1 + 0.1) + 10, abs=1e-6)  # one sum
-    assert busy(ts.Plan(tp=2), sums) == pytest.approx(1e4 + 1 + 0.1 + 100, abs=1e-6)
-    assert busy(ts.Plan(zero=0), statistics, count=6) == pytest.approx(1e4 + 6 * (1 + 0.1) + 200, abs=1e-6)
-    assert busy(ts.Plan(zero=0), of_update, count=3) == pytest.approx(1e4 + 3 * (1 + 0.1), abs=1e-6)
-    assert busy(ts.Plan(pp=2, micro_batches=4)) == pytest.approx(1e4 + 8 * 1000, abs=1e-6)
-    in_halves = ts.Plan(pp=2, micro_batches=4, pp_schedule="zbv", pp_stages_per_rank=2, zero=0)
-    assert busy(in_halves) == pytest.approx(1e4 + 3 * 8 * 1000, abs=1e-6)
-    recomputed = replace(in_halves, recompute="full")  # whose backwards are not cut in halves
-    assert busy(recomputed) == pytest.approx(1e4 + 2 * 8 * 1000, abs=1e-6)
-
-
-def test_ranks_that_share_cores_have_costs_of_their_own():
-    host = HostCosts(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    shared = replace(host, byte=6.0)
-    rates = replace(RATES, host=host, crowded=shared)
-    assert rates.shared_by(2, cores=2) == rates
-    assert rates.shared_by(4, cores=2).host == shared
-    assert replace(RATES, host=host).shared_by(4, cores=2).host == host  # the rest was not measured
-    alone, beside = {"aten.mm": ((1.0, 1.0),)}, {"aten.mm": ((1.0, 1.5),)}
-    rates = replace(rates, operators=alone, crowded_operators=beside)
-    assert rates.shared_by(2, cores=2).operators == alone
-    assert rates.shared_by(4, cores=2).operators == beside
 
 
 def _sends(zero: int) -> set[tuple[str, bool, str]]:
@@ -329,11 +249,17 @@ def test_a_batch_normalization_is_waited_for_where_gradients_are_not(ranks):
     assert ("dp_shard", False, "all_reduce") in sends
 
 
+def _kernels(ledger: OperationLedger) -> list[Kernel]:
+    ledger.end_step()
+    return list(ledger._counts.kernels)
+
+
 def test_recurrent_layers_count_their_products_and_weights():
     layer, steps, samples = nn.LSTM(8, 16), 5, 3
-    with OperationLedger() as ledger, ledger.apart(FORWARD) as counts:
+    with OperationLedger() as ledger:
+        ledger.begin_step(lambda: FORWARD)
         layer(torch.zeros(steps, samples, 8))[0].sum().backward()
-    kernels = {kernel.name: kernel for kernel in counts.kernels if kernel.flops}
+    kernels = {kernel.name: kernel for kernel in _kernels(ledger) if kernel.flops}
     forward = kernels["aten.mkldnn_rnn_layer"]
     weights = 4 * 16 * (8 + 16)
     assert forward.flops == 2 * steps * samples * weights
@@ -343,10 +269,11 @@ def test_recurrent_layers_count_their_products_and_weights():
 
 def test_products_in_place_count_as_products():
     a, b, total = torch.zeros(6, 4), torch.zeros(4, 8), torch.zeros(6, 8)
-    with OperationLedger() as ledger, ledger.apart(FORWARD) as counts:
+    with OperationLedger() as ledger:
+        ledger.begin_step(lambda: FORWARD)
         torch.addmm(total, a, b)
         total.addmm_(a, b)
-    flops = {kernel.name: kernel.flops for kernel in counts.kernels}
+    flops = {kernel.name: kernel.flops for kernel in _kernels(ledger)}
     assert flops == {"aten.addmm": 2 * 6 * 4 * 8, "aten.addmm_": 2 * 6 * 4 * 8}
 
 
@@ -360,12 +287,9 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORSHARD_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="run 'tensorshard check'"):
         find_hardware(THIS_MACHINE)
-    host = HostCosts(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    rates = replace(RATES, operators={"aten.mm": ((1.0, 2.0), (2.0, 3.0))}, host=host)
-    rates = replace(rates, crowded=replace(host, message=2.0))
-    save_measured(1 << 30, 0, rates, "a test")
+    save_measured(1 << 30, 0, RATES, "a test")
     found = find_hardware(THIS_MACHINE)
-    assert found.rates == rates and found.is_measured and found.context == 0
+    assert found.rates == RATES and found.is_measured and found.context == 0
     (tmp_path / f"{THIS_MACHINE}.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         find_hardware(THIS_MACHINE)
@@ -374,7 +298,7 @@ def test_hardware_is_found_by_its_name(tmp_path, monkeypatch):
 def _of_many_rows(runs_all: bool) -> ts.Estimate:
     """A language model whose logits are taken in several runs of rows, each of them in tiles."""
     tokens = torch.zeros(12, 128, dtype=torch.long)
-    all_turns = mock.patch("tensorshard.predict.watched_steps.shortened", lambda _: nullcontext())
+    all_turns = mock.patch("tensorshard.predict.watched_steps.sample_loops", lambda _: nullcontext())
     with all_turns if runs_all else nullcontext():
         return ts.estimate(
             partial(GPT, 70_000, 128, 1, 2, 16),
@@ -394,25 +318,3 @@ def test_loops_within_loops_count_what_they_leave_out():
     assert counted.flops == run.flops
     assert counted.memory_traffic == pytest.approx(run.memory_traffic, rel=1e-3)
     assert counted.peak_allocated == run.peak_allocated
-
-
-@pytest.mark.parametrize(
-    ("active", "cores", "expected"),
-    [
-        ((), 2, 6.0),  # without a pipeline: all ranks are at work all the time
-        (((2.0, 1), (4.0, 2)), 2, 7.2),  # 12 seconds of computing, and one of two cores is idle for a third of the time
-        (((2.0, 1), (4.0, 2)), 1, 12.0),
-        (((2.0, 1), (4.0, 2)), 8, 7.2),
-        (((3.0, 4),), 2, 6.0),
-    ],
-)
-def test_ranks_that_share_cores_take_turns(active, cores, expected):
-    assert seconds_on_cores(5.0, 12.0, active, cores) == pytest.approx(expected)
-
-
-def test_a_pipeline_says_how_many_of_its_ranks_are_at_work():
-    played = timeline("gpipe", ranks=2, stages_per_rank=1, micro_batches=1)
-    assert played.active == ((6.0, 1),)  # a forward and a backward of each stage, one after another
-    played = timeline("gpipe", ranks=2, stages_per_rank=1, micro_batches=2)
-    assert sum(time * count for time, count in played.active) == 2 * 2 * 3
-    assert {count: time for time, count in played.active}[1] == 6.0

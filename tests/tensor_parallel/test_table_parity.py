@@ -17,7 +17,7 @@ from tensorshard.passes.recompute import apply_recompute
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.table import TensorTable
 
 
 def build_fp64(kind: str) -> nn.Module:
@@ -40,7 +40,7 @@ def run(model: nn.Module, given: Any) -> torch.Tensor:
     return logits.detach()
 
 
-def split(model: nn.Module, plan: TensorPlan, shared_inputs: list[tuple[str, ...]]) -> dict[str, Layout]:
+def split(model: nn.Module, plan: TensorTable, shared_inputs: list[tuple[str, ...]]) -> dict[str, Layout]:
     """Applies `plan` over the world and gives every parameter its local part."""
     layouts = apply_tensor_parallel(model, plan, dist.group.WORLD, shared_inputs=shared_inputs)
     for name, parameter in model.named_parameters():
@@ -61,7 +61,7 @@ def split_run(
     kind: str, table: dict[str, str], shared_inputs: list[tuple[str, ...]]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model = build_fp64(kind)
-    layouts = split(model, TensorPlan.from_dict(table), shared_inputs)
+    layouts = split(model, TensorTable.from_dict(table), shared_inputs)
     logits = run(model, inputs(kind))
     gradients = {n: gathered(p.grad, layouts[n]) for n, p in model.named_parameters() if p.grad is not None}
     return logits, gradients
@@ -121,7 +121,7 @@ def test_four_ranks(ranks, kind):
 
 def recomputed_run(kind: str, table: dict[str, str], shared_inputs: list[tuple[str, ...]]) -> Any:
     model = build_fp64(kind)
-    layouts = split(model, TensorPlan.from_dict(table), shared_inputs)
+    layouts = split(model, TensorTable.from_dict(table), shared_inputs)
     apply_recompute(find_blocks(model).values(), "full")
     results = [run(model, inputs(kind)) for _ in range(2)]
     assert torch.equal(*results)
@@ -138,7 +138,7 @@ def test_recomputation_repeats_what_was_computed(ranks, kind):
 
 def count_reductions(kind: str, table: dict[str, str], shared_inputs: list[tuple[str, ...]]) -> int:
     model = build_fp64(kind)
-    split(model, TensorPlan.from_dict(table), shared_inputs)
+    split(model, TensorTable.from_dict(table), shared_inputs)
     calls = []
     all_reduce = primitives.all_reduce
     primitives.all_reduce = lambda *args, **kwargs: calls.append(1) or all_reduce(*args, **kwargs)

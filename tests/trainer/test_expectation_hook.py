@@ -8,7 +8,6 @@ import pytest
 
 from log_lines import logged
 from tensorshard.predict.hardware import THIS_MACHINE, Hardware, Link, Rates, find_hardware, save_measured
-from tensorshard.predict.step_time import StepTime
 from tensorshard.trainer.hooks import ExpectationHook
 
 LINK = Link(1e9, 1e-5)
@@ -19,7 +18,7 @@ def _after_ten_steps(hardware: Hardware | None, estimated: int, *, keeps: bool =
     """A run whose first three steps take 5 s, and the others 0.3 s, against 0.2 s."""
     expected: Any = SimpleNamespace(
         hardware=hardware,
-        step_time=None if hardware is None else StepTime(0.2, 0.1, 0.4, {}, busy=0.2),
+        step_seconds=None if hardware is None else 0.2,
         ranks=[SimpleNamespace(peak_allocated=estimated)],
     )
     memory: Any = SimpleNamespace(bytes=lambda: 700 << 20)

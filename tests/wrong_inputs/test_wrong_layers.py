@@ -44,7 +44,7 @@ LAYERS: dict[str, Case] = {
     "an embedding of floats": (lambda: ts.nn.ParallelEmbedding(7, 6, dim=0)(X), "torch.float32", "integer"),
     "a row that is not there": (
         lambda: ts.nn.ParallelEmbedding(7, 6, dim=0)(CLASSES + 3),
-        "7 is outside the 7",
+        "index 7, number 3 of 4, is outside the 7",
         "0 to 6",
     ),
     "sparse gradients": (lambda: ts.nn.ParallelEmbedding(7, 6, dim=0, sparse=True), "sparse=True"),
@@ -61,7 +61,7 @@ LOSSES: dict[str, Case] = {
     ),
     "targets out of range": (
         lambda: F.parallel_cross_entropy(_split_logits(), CLASSES + 1),
-        "5 is outside the 5",
+        "target 5, number 3 of 4, is outside the 5",
         "0 to 4",
     ),
     "fewer targets than logits": (lambda: F.parallel_cross_entropy(_split_logits(), CLASSES[:2]), "[2]", "[4, 5]"),

@@ -16,11 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from tensorshard.checkpoint.parts import EmptyTensors, Part, Stored
+from tensorshard.checkpoint.parts import Part, Stored
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.common.paths import read_utf8
-from tensorshard.weights.files.safe_reader import SafeReader, read_metadata
+from tensorshard.plan.storage import TemporaryCopy
+from tensorshard.weights.files.checkpoint_files import SafeReader, read_metadata
 
 _FORMAT = 1
 
@@ -32,7 +33,7 @@ class CheckpointManager:
         parts: in the order in which they are checked and restored. Those that may refuse what they are given come
             first.
         device: on which this rank's messages are sent.
-        make_room: makes the tensors that are read into, before anything is changed.
+        make_copy: makes memory that is read into before anything is changed.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class CheckpointManager:
         parts: Sequence[Part],
         group: dist.ProcessGroup,
         device: torch.device,
-        make_room: Callable[[], EmptyTensors],
+        make_copy: Callable[[], TemporaryCopy],
     ) -> None:
         self._parts = parts
         self._group = group
         self._device = device
-        self._make_room = make_room
+        self._make_copy = make_copy
 
     def save(self, target: Path, extra: Any) -> None:
         """Writes a checkpoint to the folder `target`, with `extra` beside the parts."""
@@ -100,8 +101,8 @@ class CheckpointManager:
         stored = succeed_together(lambda: self._read_description(source), group, "engine.load")
         for part in self._parts:
             part.begin_load()
-        empty = succeed_together(self._make_room, group, "engine.load")
-        tensors = {name: tensor for part in self._parts for name, tensor in part.room(stored, empty).items()}
+        copy = succeed_together(self._make_copy, group, "engine.load")
+        tensors = {name: tensor for part in self._parts for name, tensor in part.room(stored, copy).items()}
         try:
             dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
         except CheckpointException as error:

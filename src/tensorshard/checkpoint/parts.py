@@ -1,10 +1,9 @@
-"""The parts of a training state, each with the tensors and the entries of ``engine.json`` that a checkpoint holds of it.
+"""The parts of a training state: the tensors and entries of ``engine.json`` that a checkpoint holds of each.
 
 Names of tensors and entries are the same under any plan, so that any other plan can read them.
 """
 
 import logging
-from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.sharding import to_local
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.storage import TemporaryCopy
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.export import write_configs
 
@@ -42,12 +42,6 @@ class Stored:
     metadata: Metadata
 
 
-class EmptyTensors(Protocol):
-    """Makes the tensors that a checkpoint is read into."""
-
-    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor: ...
-
-
 class Stateful(Protocol):
     """What keeps a state that JSON can hold."""
 
@@ -56,7 +50,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-class Part(ABC):
+class Part:
     """One part of a training state. What a part does not have, it leaves as it is here."""
 
     def entries(self) -> dict[str, Any]:
@@ -80,7 +74,7 @@ class Part(ABC):
     def begin_load(self) -> None:
         """Called on all ranks before :meth:`room`."""
 
-    def room(self, stored: Stored, empty: EmptyTensors) -> dict[str, Any]:
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
         """Tensors that this rank's part of the checkpoint is read into, by their names in it."""
         return {}
 
@@ -137,11 +131,11 @@ class WeightsPart(Part):
     def begin_load(self) -> None:
         self._sharded.finish_gather()
 
-    def room(self, stored: Stored, empty: EmptyTensors) -> dict[str, Any]:
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
         masters = {name: master.detach() for name, master in self._sharded.masters().items()}
         buffers = self._sharded.persistent_buffers()
-        new_masters = {name: empty.like(tensor) for name, tensor in masters.items()}
-        new_buffers = {name: empty.like(tensor) for name, tensor in buffers.items()}
+        new_masters = {name: copy.like(tensor) for name, tensor in masters.items()}
+        new_buffers = {name: copy.like(tensor) for name, tensor in buffers.items()}
         self._read = [(tensor, new_masters[name]) for name, tensor in masters.items()]
         self._read += [(tensor, new_buffers[name]) for name, tensor in buffers.items()]
         return self._named(new_masters, new_buffers)
@@ -222,7 +216,7 @@ class OptimizerPart(Part):
                 f"loaded it"
             )
 
-    def room(self, stored: Stored, empty: EmptyTensors) -> dict[str, Any]:
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
         masters = self._sharded.masters()
         self._states = {}
         tensors = {}
@@ -234,7 +228,7 @@ class OptimizerPart(Part):
                 continue
             master, dtype = masters[name], entry.properties.dtype
             if entry.size == self._sharded.full_shape(name) and master.dim() > 0:
-                state = empty.like(master.detach(), dtype)
+                state = copy.like(master.detach(), dtype)
             else:
                 state = torch.zeros(entry.size, dtype=dtype)
             self._states.setdefault(name, {})[key] = state
@@ -308,7 +302,7 @@ class RandomPart(Part):
     def tensors(self) -> dict[str, Any]:
         return {self._key(device): state for device, state in self._streams.states().items()}
 
-    def room(self, stored: Stored, empty: EmptyTensors) -> dict[str, Any]:
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
         """Room for the stored state of each of this rank's random streams; {} if the checkpoint has another layout.
 
         The layout decides which ranks draw the same random numbers. With the streams of two data ranks, for example,

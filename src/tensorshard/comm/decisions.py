@@ -51,6 +51,16 @@ def decide_once(
     return value
 
 
+def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`tensor` as the group's first rank has it. A collective of the group.
+
+    It is received into a copy: `tensor` may be the user's own memory.
+    """
+    tensor = tensor.contiguous() if group.rank() == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(tensor, group=group, group_src=0)
+    return tensor
+
+
 def succeed_together(action: Callable[[], _Result], group: dist.ProcessGroup, call: str) -> _Result:
     """What ``action()`` returns on this rank, once all ranks of `group` have succeeded. A collective of the group.
 

@@ -5,13 +5,14 @@ they run out, so that the last ranks may hold fewer, or none. Local shards are t
 shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tensorshard.torch_private.dtensor import dtensor_of
+from tensorshard.torch_private.operators import foreach_mul_
 
 
 def shard_range(size: int, num_shards: int, index: int) -> tuple[int, int]:
@@ -100,3 +101,21 @@ def on_mesh_device(tensor: DTensor) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the gradients that this rank holds; parameters without one are left out."""
+    return [to_local(p.grad) for p in parameters if p.grad is not None]
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiplies every gradient by `factor`, in place."""
+    gradients = local_gradients(parameters)
+    if not gradients:
+        return
+    if isinstance(factor, torch.Tensor):
+        for device, dtype in {(g.device, g.dtype) for g in gradients}:
+            foreach_mul_([g for g in gradients if (g.device, g.dtype) == (device, dtype)], factor.to(device, dtype))
+    else:
+        foreach_mul_(gradients, factor)

@@ -13,7 +13,7 @@ from tensorshard.commands.help_format import HelpFormat
 _EPILOG = """\
 examples:
   tensorshard check
-      in about a minute: versions, a step of two ranks against one process, and measured rates
+      in less than a minute: versions, a step of two ranks against one process, and measured rates
   tensorshard estimate my_config.py --world-size 2 --gpu this-machine
       a step's time with the rates that were measured
 """
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from tensorshard.predict.hardware import rates_from_json, save_measured
     from tensorshard.trainer.launch.launcher import World, launch, visible_gpus
-    from tensorshard.trainer.machine_check import SHARED, describe, run_crowded
+    from tensorshard.trainer.machine_check import describe
     from tensorshard.trainer.machine_check import run as run_check
 
     print(describe_machine(sys.stdout), flush=True)
@@ -51,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="tensorshard-check-") as folder:
         results = Path(folder) / "results.json"
         launch(run_check, (str(results),), World(nproc=min(gpus, 2) or 2))
-        if not gpus:
-            launch(run_crowded, (str(results),), World(nproc=2 * SHARED))
         found = json.loads(results.read_text())
     rates = rates_from_json(found["rates"])
     print(describe(rates, time.monotonic() - begin))

@@ -10,12 +10,17 @@ from tensorshard.commands.words import config_and_overrides
 from tensorshard.commands.world_size import add_config_and_world_size, check_world_size
 from tensorshard.config import ConfigError
 
+MEASURED = 3
+"""How many plans ``--measure`` runs, unless it says how many."""
+
 _EPILOG = """\
 examples:
   tensorshard plan my_config.py --world-size 64 --gpu h100 --save plan.yaml
       the best plans for 64 H100, and a file that the next line trains with
   tensorshard train my_config.py train.plan=plan.yaml
       as the file says, on as many processes as it is for
+  tensorshard plan my_config.py --world-size 4 --measure
+      the best three plans for this machine really take two steps; the fastest is chosen
   tensorshard plan my_config.py train.plan.tp=8 --world-size 64 --gpu a100-80 --memory 70GiB
       with tp=8; every field of train.plan that is set here stays as it is
 """
@@ -38,6 +43,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--memory", metavar="SIZE", help="what a rank may take, such as 70GiB (default: all)")
     parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step (default: the config's)")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many plans to show (default: 5)")
+    parser.add_argument(
+        "--measure",
+        type=int,
+        nargs="?",
+        const=MEASURED,
+        default=0,
+        metavar="N",
+        help=f"take two steps under each of the best N plans (default: {MEASURED}) here; the fastest comes first",
+    )
     parser.add_argument("--save", metavar="FILE", help="write the best plan as YAML, for train.plan=FILE")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
     add_allow(parser)
@@ -49,12 +63,17 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the config or an option makes no sense, or a file cannot be written.
+        LaunchError: this machine cannot run the ranks of `--measure`.
     """
     world_size = check_world_size(args.world_size)
     for option in ("save", "html"):
         path = getattr(args, option)
         if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
             raise ConfigError(f"--{option} {path}: there is no folder {os.path.dirname(path)}")
+    if args.measure < 0:
+        raise ConfigError(f"--measure {args.measure}: the number of plans to run must be at least 1")
+    if args.measure and args.gpu is not None:
+        raise ConfigError(f"--measure runs plans on this machine, and --gpu {args.gpu} names another; leave one out")
     find_own_modules()
     from dataclasses import replace
 
@@ -71,13 +90,17 @@ def run(args: argparse.Namespace) -> int:
             hardware=args.gpu,
             memory=args.memory,
             global_batch=args.global_batch,
-            top=args.top,
+            top=max(args.top, args.measure),
         )
     except ConfigError as error:
         if not isinstance(error.__cause__, NothingFitsError):
             raise
         print(error.__cause__.describe())
         return 1
+    if args.measure:
+        from tensorshard.trainer.measured_plans import measure_plans
+
+        found = measure_plans(found, read.config, args.measure)
     said = [found.describe()]
     try:  # before anything is printed: the reader may be `head`, at whose end this process ends
         if args.html is not None:

@@ -1,5 +1,6 @@
-"""Paths that users give, and the text in files."""
+"""Paths that users give, the text in files, and the folder of what is cached on disk."""
 
+import os
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,3 +33,25 @@ def read_utf8(path: Path) -> str:
             f"{path} is not UTF-8 text: its byte {error.start} is {error.object[error.start]:#04x}; text in "
             f"another encoding has to be converted, such as by `iconv -f latin1 -t utf-8`"
         ) from error
+
+
+CACHE_VARIABLE = "TENSORSHARD_CACHE"
+"""The environment variable that names the folder of caches, or says ``off``."""
+
+
+def cache_folder() -> Path | None:
+    """The folder of what is cached on disk; None if nothing is cached.
+
+    That is the folder that ``TENSORSHARD_CACHE`` names, else ``tensorshard`` in ``XDG_CACHE_HOME``, else
+    ``~/.cache/tensorshard``. It is None if the variable is ``off``, or if there is no home directory.
+    """
+    named = os.environ.get(CACHE_VARIABLE, "")
+    if named.lower() == "off":
+        return None
+    if named:
+        return Path(named).expanduser()
+    above = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(above) if Path(above).is_absolute() else Path.home() / ".cache") / "tensorshard"
+    except RuntimeError:
+        return None

@@ -6,6 +6,7 @@ averaged over the group. :func:`tensorshard.parallelize` offers more; this is fo
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from tensorshard.comm.marks import ParallelMark, get_mark
 from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
-from tensorshard.engine.offload import offload_states, open_tiers
+from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.model.trains_itself import self_training
-from tensorshard.parallelize.apply_passes import apply_plan
-from tensorshard.parallelize.model_checks import check_model
-from tensorshard.parallelize.restore_on_error import UsersModules
-from tensorshard.parallelize.sharded_mark import check_not_laid_out, mark_laid_out
+from tensorshard.parallelize.build import open_storage, shard_model
+from tensorshard.parallelize.checks import check_model
+from tensorshard.parallelize.parallelized_models import check_not_parallelized, mark_parallelized
+from tensorshard.parallelize.restore_on_error import RestoreOnError
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import ZERO_NAMES, Plan
 from tensorshard.sharded.sharded_model import ShardedModel
@@ -99,7 +100,7 @@ def group_sharded_parallel(
         raise ValueError(f"segment_size is {segment_size!r}; it must be a number of bytes, at least 1, or None")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a built nn.Module")
-    check_not_laid_out(model)
+    check_not_parallelized(model)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in the group; call group_sharded_parallel on the group's own ranks alone")
     names = _check_optimizer(model, optimizer)
@@ -115,23 +116,22 @@ def group_sharded_parallel(
     mesh = Mesh(plan, device.type, group)
     if mesh.rank == 0:
         print(mesh.describe(), flush=True)
-    slots = open_tiers(plan, mesh, device)
-    with UsersModules() as users:
-        users.keep(model)
-        sharded = apply_plan(from_module(model), plan, mesh, device, broadcast=mesh.world_size > 1, slots=slots)
-    mark_laid_out([model], "tensorshard.group_sharded_parallel")
+    storage = open_storage(plan, mesh, device)
+    with RestoreOnError() as restored:
+        restored.note(model)
+        source = from_module(model)
+        sharded = shard_model(source, plan, mesh, device, broadcast=mesh.world_size > 1, storage=storage)
+    mark_parallelized([model], "tensorshard.group_sharded_parallel")
     object.__setattr__(model, _ATTRIBUTE, _Layout(sharded, mesh, split))
     masters = sharded.masters()
     for group_options in optimizer.param_groups:
         group_options["params"] = [masters[names[p]] for p in group_options["params"]]
-    copied: set[torch.Tensor] = set()
-    if slots is not None:
-        trained = {name: master for name, master in masters.items() if master.requires_grad}
+    trained = {name: master for name, master in masters.items() if master.requires_grad}
 
-        def again(parameters: Any) -> torch.optim.Optimizer:
-            return type(optimizer)(parameters, **optimizer.defaults)
+    def again(parameters: Any) -> torch.optim.Optimizer:
+        return type(optimizer)(parameters, **optimizer.defaults)
 
-        copied = offload_states(optimizer, again, (), sharded, trained, mesh, slots).written
+    copied = storage.keep_states(optimizer, sharded, trained, partial(build_optimizer, again)).copied
     optimizer.register_step_pre_hook(lambda *_: sharded.finish_backward())
     optimizer.register_step_post_hook(lambda *_: sharded.all_gather_parameters(copied))
     if scaler is not None:

@@ -7,7 +7,7 @@ have to go through it once more. In the first forwards, and whenever the ranks h
 for this at the end of the sequence, and then agree on one that has all calls in it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 _LONGEST = 2048  # a longer sequence is not learned
@@ -77,6 +77,3 @@ def shortest_supersequence(one: list[int], other: list[int]) -> list[int]:
             merged.append(other[j])
             j += 1
     return list(chain(merged, one[i:], other[j:]))
-
-
-Sum = Callable[[Sequence[float]], list[float]]

@@ -19,29 +19,25 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
+from tensorshard.data_parallel.gathered_reads import GatheredReads
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
-from tensorshard.data_parallel.whole_reads import WholeReads
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.model.other_places import follow, has_other_places
+from tensorshard.model.forward_contexts import RootRole, hook_root, surround_forwards
 from tensorshard.model.parameters import ParameterPlaces, like
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.model.references import has_references, update_references
 from tensorshard.model.trains_itself import call_before_methods, self_training
-from tensorshard.offload.offloaded_parameters import OffloadedParameters
-from tensorshard.offload.slots import OffloadedMaster, Slot
-from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.passes.precision import autocast, compute_dtype, master_dtype, widen_output
 from tensorshard.plan.mesh import Mesh
-from tensorshard.sharded.sharded_model import ParameterSplit, ShardedModel, TakeGradient
+from tensorshard.plan.storage import Place, Storage, TakeGradient, UpdateProgress
+from tensorshard.sharded.sharded_model import ParameterSplit, ShardedModel
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.fsdp import (
     AllGather,
     ReduceScatter,
-    gather_from,
     padded_shards,
     parameter_groups,
-    replace_shards,
     reset_iteration,
 )
 from tensorshard.torch_private.fsdp_calls import initialize_root, watch_unit
@@ -57,7 +53,7 @@ class FullyShardedModel(ShardedModel):
             no more than one unit is held in full at any time.
         units: lists of modules whose parameters travel together.
         reduce_dtype: gradients are summed over the ranks in this type.
-        offloaded: where the shards are kept; None for the device.
+        storage: where the shards are kept.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class FullyShardedModel(ShardedModel):
         *,
         precision: str,
         reduce_dtype: torch.dtype,
-        offloaded: OffloadedParameters | None = None,
+        storage: Storage,
     ) -> None:
         super().__init__(model, split)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -81,11 +77,9 @@ class FullyShardedModel(ShardedModel):
         hybrid = mesh.degrees["dp_replicate"] > 1
         self._dp_size = mesh.dp_size
         self._hybrid = hybrid
-        self._offloaded = offloaded
-        self._slots: dict[nn.Parameter, Slot] = {}
-        self._refused: Exception | None = None
+        self._master_places: dict[nn.Parameter, Place] = {}
         self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
-        self._scalars = self._keep_scalars_whole(value_of)
+        self._scalars = self._keep_scalars(value_of)
         options: dict[str, Any] = {
             "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
             "mp_policy": MixedPrecisionPolicy(
@@ -95,12 +89,12 @@ class FullyShardedModel(ShardedModel):
             ),
             "ignored_params": set(self._scalars),
         }
-        if offloaded is not None and offloaded.is_off_device:
-            # Shards and their gradients are then in host memory, and go to the device when a unit is gathered. They are
-            # not pinned: pinned memory for all of them would exceed any budget.
+        narrow = options["mp_policy"].param_dtype
+        self._shards = storage.parameter_units(narrow if narrow != self._dtype else None)
+        if self._shards.on_host:
+            # Shards and their gradients go to the device when a unit is gathered. They are not pinned: pinned memory
+            # for all of them would exceed any budget.
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-            narrow = options["mp_policy"].param_dtype
-            offloaded.gathered_as = narrow if narrow != self._dtype else None
         tied = _shared_between(model, units)
         for unit in units:
             if not any(parameter in tied for module in unit for parameter in module.parameters()):
@@ -121,7 +115,7 @@ class FullyShardedModel(ShardedModel):
         self._gradients = ShardedGradients(
             model, self._masters, self._scalars, mesh.dp_group, torch.device(mesh.device_mesh.device_type)
         )
-        self._reads = WholeReads(self._gradients, options["mp_policy"].param_dtype)
+        self._reads = GatheredReads(self._gradients, options["mp_policy"].param_dtype)
         for master in self._masters.values():
             if isinstance(master, DTensor):
                 self._reads.watch(master)
@@ -134,14 +128,13 @@ class FullyShardedModel(ShardedModel):
         self._calls = self._watch_units(mesh)
         if precision != "fp32":
             self._narrow_calls_from_outside(precision, torch.device(mesh.device_mesh.device_type))
-        model.register_forward_hook(lambda *call: self._forward_over(call[-1]), always_call=True)
-        if offloaded is not None:
-            model.register_forward_pre_hook(lambda *_: offloaded.begin(), prepend=True)
+        self._shards.watch_forwards(model)
         if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
             names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
             for module, name in names.items():
                 module.set_custom_all_gather(_AllGather(name or type(model).__name__))
                 module.set_custom_reduce_scatter(_ReduceScatter(name or type(model).__name__))
+        self._shards.check_room(mesh.world_group)
 
     def _watch_units(self, mesh: Mesh) -> UnitCalls:
         """Puts :class:`UnitCalls` between FSDP and its units."""
@@ -153,8 +146,7 @@ class FullyShardedModel(ShardedModel):
             mine = torch.tensor(numbers, device=mesh.device_mesh.device_type)
             everyone = mine.new_empty(group.size() * length)
             all_gather_into(everyone, mine, group, what="which units were called")
-            found: list[list[int]] = everyone.view(-1, length).tolist()
-            return found
+            return everyone.view(-1, length).tolist()  # type: ignore[no-any-return]
 
         calls = UnitCalls(model, group.size(), self._gradients.sum_over_ranks, gather_lists, values)
         for name, module in model.named_modules():
@@ -166,7 +158,13 @@ class FullyShardedModel(ShardedModel):
         self._gradients.calls = calls
         self._reads.copies = values.fresh_copy
         initialize_root(model)
-        model.register_forward_pre_hook(lambda *_: self._forward_begins(), prepend=True)
+        hook_root(
+            model,
+            RootRole.DATA_PARALLEL,
+            before=lambda *_: self._forward_begins(),
+            after=lambda *call: self._forward_over(call[-1]),
+            always=True,
+        )
         return calls
 
     def _narrow_calls_from_outside(self, precision: str, device: torch.device) -> None:
@@ -193,22 +191,23 @@ class FullyShardedModel(ShardedModel):
         super().watch_gradients(take, finish)
         self._gradients.take, self._gradients.finish = take, finish
 
-    def watch_updates(self, behind: UpdateBehind) -> None:
-        self._reads.wait = behind.wait
-        if self._offloaded is not None:
-            self._offloaded.is_current = behind.is_done
+    def watch_updates(self, update: UpdateProgress) -> None:
+        self._reads.wait = update.wait
+        self._shards.watch_updates(update)
         for modules, masters in self._unit_masters:
             for module in modules:
-                wait = partial(behind.wait, masters)
-                module.register_forward_pre_hook(lambda *_, wait=wait: wait(), prepend=True)
-                if module is not self.model:
+                wait = partial(update.wait, masters)
+                if module is self.model:
+                    hook_root(module, RootRole.BACKGROUND_UPDATE, before=lambda *_, wait=wait: wait())
+                else:
+                    module.register_forward_pre_hook(lambda *_, wait=wait: wait(), prepend=True)
                     call_before_methods(module, wait)
 
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
 
-    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
-        return {n: OffloadedMaster(self._slots[m], None) for n, m in self._masters.items() if m in self._slots}
+    def master_places(self) -> dict[str, Place]:
+        return {name: self._master_places[m] for name, m in self._masters.items() if m in self._master_places}
 
     def _forward_over(self, output: Any) -> None:
         self._reads.in_forward = False
@@ -263,10 +262,9 @@ class FullyShardedModel(ShardedModel):
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         """FSDP gathers the masters themselves."""
-        if self._offloaded is not None:
-            self._offloaded.forget()
+        self._shards.forget()
 
-    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+    def gather_as_updated(self, copied: Container[torch.Tensor] = ()) -> None:
         self.all_gather_parameters(copied)
 
     def finish_gather(self) -> None:
@@ -283,15 +281,13 @@ class FullyShardedModel(ShardedModel):
                     filled = like(parameter, value.contiguous())
                     self._places.replace(parameter, filled)
                     self._filled += [
-                        (owner, key, filled)
-                        for owner, key in self._places.of(parameter)
-                        if has_other_places(owner, key)
+                        (owner, key, filled) for owner, key in self._places.of(parameter) if has_references(owner, key)
                     ]
 
     def _note_unit(self, unit: list[nn.Module]) -> None:
         """Notes the master weights of `unit`, which was just sharded, and moves their shards to where they are kept."""
         for owner, key, filled in self._filled:
-            follow(owner, key, filled, parameter_at(owner, key))
+            update_references(owner, key, filled, parameter_at(owner, key))
         self._filled.clear()
         groups = [group for module in unit for group in parameter_groups(module)]
         known = {master for _, masters in self._unit_masters for master in masters}
@@ -301,30 +297,10 @@ class FullyShardedModel(ShardedModel):
             if not shards or not shards.keys().isdisjoint(known):
                 continue
             own += shards
-            if self._offloaded is None:
-                continue
-            try:
-                moved = self._offloaded.add(list(shards.values()), list(shards))
-            except (ValueError, OSError) as error:
-                # Other ranks may wait for this rank's values of later units. These take no memory here.
-                self._refused = self._refused or error
-                replace_shards(group, [shard.new_zeros(1).expand(shard.numel()) for shard in shards.values()])
-                continue
-            replace_shards(group, [slot.tensor for slot in moved.slots])
-            gather_from(group, partial(self._offloaded.read, moved))
-            self._slots.update(zip(shards, moved.slots, strict=True))
+            self._master_places.update(self._shards.keep(group))
         self._unit_masters.append((unit, own))
 
-    def check_offloaded(self) -> None:
-        """Called when the model is made.
-
-        Raises:
-            ValueError, OSError: there is no room for the parameters in host memory or on disk.
-        """
-        if self._refused is not None:
-            raise self._refused
-
-    def _keep_scalars_whole(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
+    def _keep_scalars(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
         """FSDP cannot shard a parameter without dimensions: each rank keeps it whole, and averages its gradient."""
         scalars = []
         for meta, name in self._names.items():
@@ -351,15 +327,15 @@ def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Pa
 def _parameters_outside(model: nn.Module, modules: Container[nn.Module]) -> set[nn.Parameter]:
     """Parameters of `model` that are reached without going through one of `modules`."""
     visited: set[nn.Module] = set()
-    found: set[nn.Parameter] = set()
+    outside: set[nn.Parameter] = set()
     waiting = [model]
     while waiting:
         module = waiting.pop()
         if module not in visited and module not in modules:
             visited.add(module)
-            found |= set(own_parameters(module).values())
+            outside |= set(own_parameters(module).values())
             waiting += module.children()
-    return found
+    return outside
 
 
 class _Allocate:

@@ -21,11 +21,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.data_parallel.reduction import Bucket, Groups
+from tensorshard.data_parallel.buckets import Bucket, Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
-from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.plan.storage import UpdateProgress
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.tensors import storage_owners
@@ -43,19 +43,19 @@ class PublishedWeights:
 
     Attributes:
         written: the parameters that user code has written since :meth:`compare_written`.
-        updates: updates that go on in the background; None without offload's overlap.
+        update: the one that goes on in the background; None without offload's overlap.
     """
 
     def __init__(self, parameters: Iterable[ReplicatedParameter], groups: Groups) -> None:
         self._parameters = list(parameters)
         self._groups = groups
         self._awaited: dict[Bucket, _Arrival] = {}
-        self._following: deque[Bucket] = deque()  # buckets whose update goes on, in the same order on all ranks
+        self._awaiting_update: deque[Bucket] = deque()  # whose update goes on, in the same order on all ranks
         self._copied: Container[torch.Tensor] = ()  # of these
-        self.updates: UpdateBehind | None = None
+        self.update: UpdateProgress | None = None
         self.written: dict[ReplicatedParameter, None] = {}
-        self._separate = [p for p in self._parameters if p.master is not p.compute]
-        self._whole = [p for p in self._parameters if p.master is p.compute]
+        self._with_masters = [p for p in self._parameters if p.master is not p.compute]
+        self._masters_themselves = [p for p in self._parameters if p.master is p.compute]
         self._fills = os.environ.get(DEBUG_VARIABLE) == "1"
         self._are_real = not any(isinstance(p.storage, FakeTensor) for p in self._parameters)
         for p in self._parameters:
@@ -124,8 +124,8 @@ class PublishedWeights:
     @torch.no_grad()
     def wait(self, bucket: Bucket) -> None:
         """Waits until the parameters of `bucket` have arrived from all ranks."""
-        if bucket.is_behind:
-            self.follow(bucket)
+        if bucket.update_pending:
+            self.publish_updated(bucket)
         if not bucket.gathering:
             return
         arrival = self._awaited.get(bucket)
@@ -145,30 +145,30 @@ class PublishedWeights:
 
     # -- updates in the background --
 
-    def follow_later(self, buckets: Iterable[Bucket], copied: Container[torch.Tensor]) -> None:
+    def publish_as_updated(self, buckets: Iterable[Bucket], copied: Container[torch.Tensor]) -> None:
         """Notes that the update of `buckets` goes on, each of which is published when it is needed, in this order."""
-        self.follow()
+        self.publish_updated()
         self._copied = copied
-        self._following.extend(buckets)
-        for bucket in self._following:
-            bucket.is_behind = True
+        self._awaiting_update.extend(buckets)
+        for bucket in self._awaiting_update:
+            bucket.update_pending = True
             for p in bucket.parameters:
-                p.is_updated_behind = True
+                p.update_pending = True
             if self._are_real:
                 self._await(bucket)
 
-    def follow(self, last: Bucket | None = None) -> None:
+    def publish_updated(self, last: Bucket | None = None) -> None:
         """Waits for updates and publishes them, up to the bucket `last`; None for all."""
-        while self._following and (last is None or last.is_behind):
-            assert self.updates is not None
-            bucket = self._following.popleft()
-            bucket.is_behind = False
+        while self._awaiting_update and (last is None or last.update_pending):
+            assert self.update is not None
+            bucket = self._awaiting_update.popleft()
+            bucket.update_pending = False
             arrival = self._awaited.get(bucket)
             if arrival is not None:
                 self._arrive(arrival, bucket)
-            self.updates.wait([p.master for p in bucket.parameters])
+            self.update.wait([p.master for p in bucket.parameters])
             for p in bucket.parameters:
-                p.is_updated_behind = False
+                p.update_pending = False
             self.publish(bucket, self._copied)
 
     # -- what user code writes --
@@ -189,23 +189,23 @@ class PublishedWeights:
         if not self._are_real or self._groups.all is None:
             return False
         with without_torch_functions_of_tensors():
-            awaited = (p for p in self._separate if not p.is_updated_behind and not p.is_awaited)
-            return any(p.is_written(in_backward=True) for p in (*awaited, *self._whole))
+            awaited = (p for p in self._with_masters if not p.update_pending and not p.is_awaited)
+            return any(p.is_written(in_backward=True) for p in (*awaited, *self._masters_themselves))
 
     def _adopt_all(self) -> bool:
-        behind = False
-        for p in self._separate:
-            if p.is_updated_behind:
+        outdated = False  # what forwards compute with
+        for p in self._with_masters:
+            if p.update_pending:
                 continue
             if p.is_master_written() or (not p.is_awaited and p.is_written()):
-                behind = self._adopt(p) or behind
-        for p in self._whole:
+                outdated = self._adopt(p) or outdated
+        for p in self._masters_themselves:
             if p.is_written():
                 self.written[p] = None
                 p.note_published()
         if self._groups.all is None:
             self.written.clear()  # nobody to compare them with
-        return behind
+        return outdated
 
     @torch.no_grad()
     def _adopt(self, p: ReplicatedParameter) -> bool:

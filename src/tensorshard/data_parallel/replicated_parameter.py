@@ -12,9 +12,8 @@ from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import dtensor_like
 from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
-from tensorshard.offload.slots import OffloadedMaster, Slots
 from tensorshard.passes.precision import compute_dtype, master_dtype
-from tensorshard.sharded.sharded_model import TakeGradient
+from tensorshard.plan.storage import Place, Storage, TakeGradient
 from tensorshard.torch_private.dtensor import dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.tensors import storage_owners, tensor_version
@@ -24,7 +23,7 @@ class ReplicatedParameter:
     """One parameter: what forward computes with, and the part of it that this rank updates.
 
     Args:
-        slots: where master weights are kept; None for the device.
+        storage: where master weights are kept that forwards do not compute with.
 
     Attributes:
         compute: the module's parameter, full and plain. Forwards compute with it.
@@ -33,7 +32,8 @@ class ReplicatedParameter:
         is_copy: whether `compute` is a copy of the master weight, of another type or in other memory. Else `master` is
             a view of it.
         is_awaited: whether other ranks' parts of the last update have yet to arrive.
-        is_updated_behind: whether the last update goes on in the background.
+        update_pending: whether the last update goes on in the background.
+        place: of `shard`.
         averaged: the gradient that a reduction left in `compute`; None if there is none.
         given: a gradient that user code has set, of a type that `compute` cannot hold; None if there is none.
         published: the versions of `compute` and `shard` when both had the same values last.
@@ -47,10 +47,10 @@ class ReplicatedParameter:
         template: nn.Parameter,
         precision: str,
         shard_mesh: DeviceMesh | None,
-        slots: Slots | None = None,
+        storage: Storage,
     ) -> None:
         self.name = name
-        self.offloaded: OffloadedMaster | None = None
+        self.place = Place()
         self.take_gradient: TakeGradient | None = None
         self.finish_gradients: Callable[[], None] | None = None
         self.num_shards = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
@@ -71,10 +71,10 @@ class ReplicatedParameter:
             note_data(self.compute)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
         # The host updates all master weights in its memory, those of 16-bit parameters and others.
-        on_host = slots is not None and slots.copies is not None and value.dim() > 0 and template.requires_grad
+        on_host = storage.masters_on_host and value.dim() > 0 and template.requires_grad
         self.is_copy = narrow != wide or on_host
         self.index = index
-        self.is_awaited = self.is_updated_behind = False
+        self.is_awaited = self.update_pending = False
         self.averaged: torch.Tensor | None = None
         self.given: torch.Tensor | None = None
         self._whole: tuple[torch.Tensor, int, int] | None = None  # the full gradient, with versions of it and the shard
@@ -91,7 +91,7 @@ class ReplicatedParameter:
             local = (full[mine] if value.dim() else full).data  # with a version of its own, unlike a view
         else:
             local = (value[mine] if value.dim() else value).to(wide)
-            local = local.clone() if slots is None or not value.dim() else self._keep(local, slots)
+            local, self.place = storage.keep_master(local, self.storage[self.own][: local.numel()])
         if self.num_shards > 1:
             assert shard_mesh is not None
             shard: Any = dtensor_of(local, shard_mesh, [Shard(0)], value.shape, full.stride())
@@ -103,11 +103,6 @@ class ReplicatedParameter:
     def count_owners(self) -> None:
         """Notes how many tensors show the memory now, before user code can."""
         self.owners = 0 if isinstance(self.storage, FakeTensor) else storage_owners(self.storage)
-
-    def _keep(self, local: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Moves the master weight's shard to a slot; returns the tensor that shows it there."""
-        self.offloaded = slots.keep(local, self.storage[self.own][: local.numel()])
-        return self.offloaded.slot.tensor.view(local.shape)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a master or of its gradient."""
@@ -290,8 +285,8 @@ class ReplicatedParameter:
     def set_gradient(self, flat: torch.Tensor) -> None:
         """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
         shard = flat[: self.shard.numel()].view(self.shard.shape)
-        if self.offloaded is not None and self.offloaded.device_copy is not None:
-            assert self.take_gradient is not None  # the master weight is in host memory, and cannot hold this gradient
+        if not self.place.holds_gradients:
+            assert self.take_gradient is not None
             self.take_gradient(self.master, shard)
             return
         shard = shard.to(self.master.dtype)

@@ -38,15 +38,15 @@ def stage_shard_units(
     """
     if not isinstance(requested, list):
         return _block_units(blocks, requested)
-    found: list[list[nn.Module]] = []
+    of_stage: list[list[nn.Module]] = []
     for name in _outermost(select_modules(whole, requested)):
         if any(name == unit or name.startswith(f"{unit}.") for unit in units):
-            found.append([stage.get_submodule(name)])
+            of_stage.append([stage.get_submodule(name)])
             continue
         within = [stage.get_submodule(unit) for unit in units if unit.startswith(f"{name}.")]
         if within:
-            found.append(within)
-    return found
+            of_stage.append(within)
+    return of_stage
 
 
 def _block_units(blocks: Iterable[nn.Module], requested: int | None) -> list[list[nn.Module]]:

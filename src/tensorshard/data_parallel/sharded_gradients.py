@@ -4,30 +4,46 @@ FSDP2 reduces the gradients that a rank has. A rank that did not use a parameter
 others, so here it sends zeros for it. A parameter that no rank used must end without a gradient, as on one device: with
 a gradient of zeros, weight decay would change it. So the ranks count how many have used each parameter. FSDP2 ignores
 parameters without dimensions; their gradients are averaged in the same message. So are those of parameters that were
-read outside of their units, after the message has told which ones there are on any rank.
+read outside of their units, after the message has said which ones there are on any rank.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.sharding import dtensor_like
 from tensorshard.comm.world import world
-from tensorshard.data_parallel.gradients_of_leaves import averaged, averaged_shard, differentiate
 from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.sharded.sharded_model import TakeGradient
+from tensorshard.plan.storage import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
-from tensorshard.torch_private.fsdp import parameter_groups, refresh_dtypes, unsharded_parameter
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.fsdp import (
+    has_gradient,
+    members,
+    parameter_groups,
+    reduces_gradients,
+    refresh_dtypes,
+    sharded_parameter,
+    surround_reduction,
+    unsharded_parameter,
+)
 
 # In the message that counts: what a rank adds that read a parameter outside of its unit. One that used it adds 1.
 _READ = float(1 << 24)
+
+_UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
+)
+_FROZEN = "One of the differentiated Tensors does not require grad"
 
 
 class ShardedGradients:
@@ -44,7 +60,7 @@ class ShardedGradients:
         last: whether the gradients are complete after the next backward.
         take: called with each parameter whose gradient was reduced; None to leave them.
         finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
-        calls: told at the end of each step whether the ranks called different units.
+        calls: learns at the end of each step whether the ranks called different units.
         written: what user code wrote to parameters; None for nothing.
         writers: above 0 if some data rank has written any, when the last gradients were completed.
         after_backward: called at the end of each backward; None for nothing.
@@ -76,10 +92,10 @@ class ShardedGradients:
         self._leaves: dict[DTensor, list[weakref.ref[torch.Tensor]]] = {}
         self._in_backward = False
         groups = parameter_groups(model)
-        self._fsdp_params = {p.sharded_param: p for fsdp_group in groups for p in fsdp_group.fsdp_params}
+        self._members = {sharded_parameter(member): member for group in groups for member in members(group)}
         this = weakref.ref(self)  # else the model would never be freed
         for fsdp_group in groups:
-            fsdp_group.post_backward = partial(_post_backward, this, fsdp_group, fsdp_group.post_backward)
+            surround_reduction(fsdp_group, partial(_around_reduction, this))
 
     def forget(self) -> None:
         """Called after a failed backward."""
@@ -134,7 +150,7 @@ class ShardedGradients:
         def leaves_of(parameter: torch.Tensor) -> list[torch.Tensor]:
             if not isinstance(parameter, DTensor):
                 return [parameter]
-            full = unsharded_parameter(self._fsdp_params[parameter])  # type: ignore[index]
+            full = unsharded_parameter(self._members[parameter])  # type: ignore[index]
             read = [leaf() for leaf in self._leaves.get(parameter, [])]
             return [leaf for leaf in (full, *read) if leaf is not None]
 
@@ -146,15 +162,15 @@ class ShardedGradients:
         """Gives those parameters of `fsdp_group` that have no gradient a gradient of zeros."""
         self._enter_backward()
         refresh_dtypes(fsdp_group)
-        if self.finish is not None and any(p.sharded_param.grad is not None for p in fsdp_group.fsdp_params):
+        if self.finish is not None and any(sharded_parameter(m).grad is not None for m in members(fsdp_group)):
             self.finish()  # a unit that is used twice: this backward adds to gradients that were taken before
-        for fsdp_param in fsdp_group.fsdp_params:
-            unsharded = unsharded_parameter(fsdp_param)
+        for member in members(fsdp_group):
+            unsharded = unsharded_parameter(member)
             if unsharded is None or not unsharded.requires_grad:
                 continue
-            if unsharded.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
-                self._used.add(fsdp_param.sharded_param)
-            elif fsdp_group.reduce_grads:
+            if has_gradient(member):
+                self._used.add(sharded_parameter(member))
+            elif reduces_gradients(fsdp_group):
                 unsharded.grad = torch.zeros_like(unsharded)
 
     def _enter_backward(self) -> None:
@@ -168,8 +184,8 @@ class ShardedGradients:
     def reduced(self, fsdp_group: Any) -> None:
         """Called when the gradients of `fsdp_group` were reduced, if they were to be."""
         if self.take is not None:
-            for fsdp_param in fsdp_group.fsdp_params:
-                self.take(fsdp_param.sharded_param)
+            for member in members(fsdp_group):
+                self.take(sharded_parameter(member))
 
     def _end_backward(self) -> None:
         self._complete()
@@ -222,10 +238,92 @@ class ShardedGradients:
         return world().known(message, simulated)  # type: ignore[no-any-return]
 
 
-def _post_backward(this: Any, fsdp_group: Any, original: Any, *args: Any) -> None:
+def _around_reduction(this: Any, fsdp_group: Any, original: Any, *args: Any) -> None:
     gradients = this()
     if gradients is not None:
         gradients.fill(fsdp_group)
     original(*args)
     if gradients is not None:
         gradients.reduced(fsdp_group)
+
+
+def averaged_shard(gradient: torch.Tensor | None, parameter: DTensor, ranks: int) -> DTensor:
+    """This rank's shard of the average of the data ranks' whole gradients. A collective.
+
+    Args:
+        gradient: this rank's; None for zeros.
+    """
+    mesh = parameter.device_mesh
+    with without_torch_functions_of_tensors():
+        if gradient is None:
+            gradient = torch.zeros(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
+        partial = DTensor.from_local(
+            gradient.detach().to(mesh.device_type, parameter.dtype), mesh, [Partial()] * mesh.ndim, run_check=False
+        )
+        local = partial.redistribute(placements=parameter.placements).to_local()
+        return dtensor_like((local / ranks).to(parameter.to_local().device), parameter)
+
+
+def averaged(gradient: torch.Tensor | None, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The average of the data ranks' gradients by a `parameter` that is not sharded. A collective."""
+    total = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+    all_reduce_(total, group, what="a gradient")
+    return total / group.size()
+
+
+def differentiate(
+    arguments: dict[str, Any],
+    parameters: Container[torch.Tensor],
+    leaves_of: Callable[[torch.Tensor], list[torch.Tensor]],
+    group: dist.ProcessGroup,
+    count: Callable[[Sequence[float]], list[float]],
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad`` where some inputs are `parameters`, whose gradients are averaged over the data ranks.
+
+    Args:
+        arguments: of ``torch.autograd.grad``, by name.
+        leaves_of: the tensors that stand for a parameter in graphs.
+        group: the data ranks.
+        count: sums numbers over them.
+
+    Raises:
+        RuntimeError: as torch raises it; or the gradients would have to be differentiable, or batched.
+    """
+    inputs: Sequence[torch.Tensor] = arguments["inputs"]
+    for field, value in (
+        ("create_graph", arguments.get("create_graph")),
+        ("is_grads_batched", arguments.get("is_grads_batched")),
+    ):
+        if value:
+            raise RuntimeError(
+                f"torch.autograd.grad was called with {field}=True by parameters that zero=3 shards, whose gradients "
+                f"are averaged over the ranks, outside of the graph: use zero=2, where they are plain tensors, or give "
+                f"the model plain weights of yours by torch.func.functional_call, and differentiate by those"
+            )
+    if not all(one.requires_grad for one in inputs):
+        raise RuntimeError(_FROZEN)
+    leaves = [leaves_of(one) if one in parameters else [one] for one in inputs]
+    flat = [leaf for each in leaves for leaf in each if leaf.requires_grad]
+    plain = {"materialize_grads": False, "allow_unused": True, "inputs": flat}
+    gradients = iter(torch.autograd.grad(**{**arguments, **plain}) if flat else ())
+    sums: list[torch.Tensor | None] = []
+    for each in leaves:
+        parts = [part for leaf in each if leaf.requires_grad and (part := next(gradients)) is not None]
+        sums.append(sum(parts[1:], start=parts[0]) if parts else None)
+    used = count([float(each is not None) for each in sums])
+    materialize = arguments.get("materialize_grads", False)
+    if any(number < 0.5 for number in used) and not (materialize or arguments.get("allow_unused")):
+        raise RuntimeError(_UNUSED)
+    results: list[torch.Tensor | None] = []
+    for one, total, number in zip(inputs, sums, used, strict=True):
+        if number < 0.5:
+            results.append(torch.zeros_like(one) if materialize else None)
+        elif one not in parameters:
+            results.append(total)
+        elif isinstance(one, DTensor):
+            shard = averaged_shard(total, one, group.size())
+            shard.__class__ = type(one)
+            results.append(shard)
+        else:
+            results.append(averaged(total, one, group))
+    return tuple(results)

@@ -1,10 +1,10 @@
-"""A sharded parameter that user code can read as a whole and write, as if it were a plain tensor.
+"""A sharded parameter that user code can read in full and write, as if it were a plain tensor.
 
 torch's functions ask the class of their arguments what to do (``__torch_function__``). What they get here:
 
-- Where gradients are recorded, a function reads the whole parameter, as a forward does. The gradient is averaged over
+- Where gradients are recorded, a function reads the full parameter, as a forward does. The gradient is averaged over
   the data ranks together with the others.
-- Else it computes on the shards where all of its tensors are sharded (an average of the weights, say), and on whole
+- Else it computes on the shards where all of its tensors are sharded (an average of the weights, say), and on full
   tensors where some are plain.
 - A write in place changes this rank's shard; plain tensors are cut to it.
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import distribute, on_mesh_device
+from tensorshard.comm.sharding import distribute, local_shard, on_mesh_device
 from tensorshard.data_parallel.tensor_functions import (
     COMPUTED_ATTRIBUTES,
     DRAWN,
@@ -31,10 +31,10 @@ from tensorshard.data_parallel.tensor_functions import (
     VALUES,
     VIEWS,
 )
-from tensorshard.data_parallel.views_of_whole import is_write, take_over, view_of
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
+from tensorshard.torch_private.tensors import storage_address
 
 _READER = "_tensorshard_reader"
 _GRADIENT = "_whole_gradient"  # one that the user gave, until it is averaged over the data ranks
@@ -44,10 +44,10 @@ class Reader(Protocol):
     """What a parameter asks of the model that it belongs to."""
 
     def read(self, parameter: DTensor) -> torch.Tensor:
-        """The whole parameter, with gradients where the parameter and the caller have them."""
+        """The full parameter, with gradients where the parameter and the caller have them."""
 
     def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
-        """Notes this rank's whole `gradient`, which is averaged over the data ranks before the next update."""
+        """Notes this rank's full `gradient`, which is averaged over the data ranks before the next update."""
 
     def note_write(self, parameter: DTensor, values: list[torch.Tensor]) -> None:
         """Notes that `values`, of which this rank has all, were written to `parameter`."""
@@ -56,7 +56,7 @@ class Reader(Protocol):
         """What ``torch.autograd.grad`` gives where some of the inputs are sharded parameters."""
 
 
-def show_as_whole(parameter: DTensor, reader: Reader) -> None:
+def read_as_full(parameter: DTensor, reader: Reader) -> None:
     """Gives a sharded `parameter` the behaviour that this file is about. It stays the same object."""
     vars(parameter)[_READER] = _Held(reader)
     parameter.__class__ = ShardedParameter
@@ -115,9 +115,9 @@ class ShardedParameter(DTensorWithDirectHooks):
         self.grad = None
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor. The gradient of a parameter is averaged over the data ranks."""
+        """The full tensor. The gradient of a parameter is averaged over the data ranks."""
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad:
-            return _whole(self)
+            return _full(self)
         with without_torch_functions_of_tensors():
             return super().full_tensor(grad_placements=grad_placements)
 
@@ -172,8 +172,8 @@ def _mixable(result: Any) -> Any:
     return result
 
 
-def _whole(tensor: Any) -> Any:
-    """The whole of a DTensor; anything else as it is."""
+def _full(tensor: Any) -> Any:
+    """A DTensor in full; anything else as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     held = vars(tensor).get(_READER)
@@ -191,28 +191,28 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
         return _write(func, args, kwargs)
     leaves = _tensors((args, kwargs))
     if getattr(func, "__name__", "") in VIEWS and isinstance(args[0], DTensor) and not _is_recorded(leaves):
-        rest = tree_map(lambda leaf: leaf if leaf is args[0] else _whole(leaf), (args, kwargs))
-        return _mixable(view_of(args[0], lambda: _whole(args[0]), func, *rest))
+        rest = tree_map(lambda leaf: leaf if leaf is args[0] else _full(leaf), (args, kwargs))
+        return _mixable(view_of(args[0], lambda: _full(args[0]), func, *rest))
     if all(isinstance(leaf, DTensor) or leaf.numel() == 1 for leaf in leaves) and not _is_recorded(leaves):
         try:
             return _native(func, args, kwargs)
         except (RuntimeError, NotImplementedError, ValueError, IndexError, AssertionError):
-            pass  # there is no rule for shards; if it is the caller's mistake, it fails again with whole tensors
-    return _compute_whole(func, args, kwargs)
+            pass  # there is no rule for shards; if it is the caller's mistake, it fails again with full tensors
+    return _compute_full(func, args, kwargs)
 
 
-def _compute_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = tree_map(_whole, (args, kwargs))
+def _compute_full(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map(_full, (args, kwargs))
     return func(*args, **kwargs)
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     """New tensors, of which each rank has all: random numbers, say."""
-    args, kwargs = tree_map(_empty_whole, (args, kwargs))
+    args, kwargs = tree_map(_empty_full, (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _empty_whole(tensor: Any) -> Any:
+def _empty_full(tensor: Any) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
@@ -227,10 +227,10 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         return (
             _native(func, _cut_lists(args), kwargs)
             if any(isinstance(t, DTensor) for t in target)
-            else (_compute_whole(func, args, kwargs))
+            else (_compute_full(func, args, kwargs))
         )
     if not isinstance(target, DTensor):
-        return _compute_whole(func, args, kwargs)
+        return _compute_full(func, args, kwargs)
     if target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if name.strip("_") in ELEMENTWISE:
@@ -240,14 +240,14 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         with without_torch_functions_of_tensors():
             increment_version(target.to_local().detach())  # operations on DTensors change their parts unnoticed
         return result
-    return _write_whole(func, args, kwargs, target)
+    return _write_full(func, args, kwargs, target)
 
 
 @torch.no_grad()
-def _write_whole(func: Any, args: Any, kwargs: Any, target: DTensor) -> Any:
-    """Writes into the whole tensor, and keeps this rank's shard of it."""
-    full = _whole(target).clone()
-    args, kwargs = tree_map(lambda leaf: full if leaf is target else _whole(leaf), (args, kwargs))
+def _write_full(func: Any, args: Any, kwargs: Any, target: DTensor) -> Any:
+    """Writes into the full tensor, and keeps this rank's shard of it."""
+    full = _full(target).clone()
+    args, kwargs = tree_map(lambda leaf: full if leaf is target else _full(leaf), (args, kwargs))
     result = func(*args, **kwargs)
     mesh = target.device_mesh
     if _is_random(func):  # the first rank's numbers, as the ranks may have drawn different ones
@@ -290,7 +290,7 @@ def _set(func: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
     if not isinstance(target, DTensor):
         with without_torch_functions_of_tensors():
-            return func(target, _whole(value))
+            return func(target, _full(value))
     if value.shape != target.shape:
         raise RuntimeError(
             f"data of shape {list(value.shape)} was given to a sharded parameter of shape {list(target.shape)}"
@@ -307,7 +307,7 @@ def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
     inputs = arguments["inputs"]
     readers = [vars(one)[_READER].reader for one in inputs if isinstance(one, DTensor) and _READER in vars(one)]
     if not readers:
-        return _compute_whole(func, args, kwargs)
+        return _compute_full(func, args, kwargs)
     return readers[0].differentiate(arguments)
 
 
@@ -322,7 +322,7 @@ def _is_recorded(leaves: list[torch.Tensor]) -> bool:
 _KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "native": _native,
     "compute": _compute,
-    "whole": _compute_whole,
+    "full": _compute_full,
     "draw": _draw,
     "write": _write,
     "set": _set,
@@ -347,7 +347,85 @@ def _kind(func: Any) -> str:
     if name in NATIVE or name == "__delete__":
         return "native"
     if name in VALUES:
-        return "whole"
+        return "full"
     if name in DRAWN:
         return "draw"
     return "write" if is_write(name) else "compute"
+
+
+class FullTensorView(torch.Tensor):
+    """A view of a full tensor that was gathered from shards. Writes are taken over to the shards."""
+
+    _of: tuple[DTensor, torch.Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], FullTensorView) else None
+        with without_torch_functions_of_tensors():
+            plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
+            result = func(*plain_args, **plain_kwargs)
+            if target is None:
+                return result
+            name: str = getattr(func, "__name__", "")
+            if is_write(name):
+                take_over(*target._of)
+                return target if isinstance(result, torch.Tensor) and result is plain_args[0] else result
+            return as_views(result, *target._of)
+
+
+def is_write(name: str) -> bool:
+    """Whether the function with this name writes into its first argument."""
+    if name == "__setitem__":
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__int__", "__iter__", "__invert__")
+    return name.endswith("_") and name != "requires_grad_"
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.as_subclass(torch.Tensor) if isinstance(leaf, FullTensorView) else leaf
+
+
+def as_views(result: Any, target: DTensor, full: torch.Tensor) -> Any:
+    """Those tensors of `result` that are views of `full`, which was gathered from `target`, take writes over to it."""
+
+    def view(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not _share_memory(leaf, full):
+            return leaf
+        made = leaf.as_subclass(FullTensorView)
+        made._of = (target, full)
+        return made
+
+    if isinstance(result, tuple | list):
+        return type(result)(map(view, result)) if type(result) in (tuple, list) else result
+    return view(result)
+
+
+def take_over(target: DTensor, full: torch.Tensor) -> None:
+    """Copies this rank's part of `full` into the shard."""
+    with torch.no_grad(), without_torch_functions_of_tensors():
+        local = target.to_local()
+        local.copy_(local_shard(full, target.device_mesh, target.placements).view(local.shape))
+
+
+def view_of(target: DTensor, gather: Callable[[], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func(target, ...)`` gives, which only views memory: the shard's if possible, else the full tensor's."""
+    with without_torch_functions_of_tensors():
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError, ValueError, IndexError, AssertionError):
+            result = None
+        parts = result if isinstance(result, tuple | list) else [result]
+        if all(isinstance(part, DTensor) and _views_shard(part, target) for part in parts):
+            return result
+        full = gather()
+        args, kwargs = tree_map(lambda leaf: full if leaf is target else leaf, (args, kwargs))
+        return as_views(func(*args, **kwargs), target, full)
+
+
+def _views_shard(part: DTensor, target: DTensor) -> bool:
+    return part.numel() == 0 or _share_memory(part.to_local(), target.to_local())
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return storage_address(one.untyped_storage()) == storage_address(other.untyped_storage())

@@ -31,12 +31,13 @@ from tensorshard.torch_private.fsdp_calls import (
     gathered_parameters,
     is_gathered,
     is_in_forward,
+    is_unsharded,
     prefetch_unit,
     reduce_unit,
     release_unit,
 )
 
-# In how many forwards the ranks ask each other at first. A model that is called alike then needs no messages later.
+# In how many forwards the ranks ask each other at first. If all make the same calls, no messages are needed later.
 _ASKED_FORWARDS = 2
 
 
@@ -66,7 +67,7 @@ class _Forward:
     lap: int = 0  # the first call of this time through the sequence
     left: list[_Call] | None = None  # those that the running backward has not completed; None if none is running
     uneven: set[Any] = field(default_factory=set)  # units that some ranks called and some did not
-    apart: bool = False  # not all calls of the sequence were made by all ranks
+    ranks_differ: bool = False  # not all calls of the sequence were made by all ranks
 
 
 class UnitCalls:
@@ -167,7 +168,7 @@ class UnitCalls:
                 self._join(forward, len(self._order.sequence))
             self._asked = max(0, self._asked - 1)
             learned = (laps > 1 or forward.lap > 0) and self._learn(forward)
-            self._careful = self._careful or (forward.apart and not learned)
+            self._careful = self._careful or (forward.ranks_differ and not learned)
             self._asked_of.add(forward)
         forward.calls = [call for call in forward.calls if call.needed] if forward.recorded else []
 
@@ -210,7 +211,7 @@ class UnitCalls:
             unit = self._units[number]
             self._note(forward, unit, made=False)
             self.differed = self.differed or not self._asks(forward)
-            if not unit.is_unsharded:
+            if not is_unsharded(unit):
                 gather_only(unit)
                 if not self._kept:
                     release_unit(unit)
@@ -226,10 +227,10 @@ class UnitCalls:
         """
         lap = forward.calls[forward.lap :]
         numbers = [[float(call.needed and call.made), float(call.made), float(call.again)] for call in lap]
-        found = self._sum([float(more), *chain.from_iterable(numbers)])
-        needed = [number > 0.5 for number in found[1::3]]
-        for call, made, again_in_backward in zip(lap, found[2::3], found[3::3], strict=True):
-            forward.apart = forward.apart or made < self._ranks - 0.5
+        sums = self._sum([float(more), *chain.from_iterable(numbers)])
+        needed = [number > 0.5 for number in sums[1::3]]
+        for call, made, again_in_backward in zip(lap, sums[2::3], sums[3::3], strict=True):
+            forward.ranks_differ = forward.ranks_differ or made < self._ranks - 0.5
             if 0.5 < made < self._ranks - 0.5:
                 forward.uneven.add(call.unit)
                 if again_in_backward > 0.5:
@@ -238,7 +239,7 @@ class UnitCalls:
             for call, value in zip(lap, needed, strict=True):
                 call.needed = value
             self._order.needed = needed
-        again = found[0] > 0.5
+        again = sums[0] > 0.5
         if again and not more:
             forward.place, forward.lap = 0, len(forward.calls)
         return again
@@ -428,8 +429,8 @@ def _end_with(calls: weakref.ref[UnitCalls]) -> Callable[[torch.Tensor], None]:
     """A hook, on a tensor that lives as long as the model: a reference the other way round would keep both forever."""
 
     def hook(_: torch.Tensor) -> None:
-        found = calls()
-        if found is not None:
-            found.gradient_arrived()
+        living = calls()
+        if living is not None:
+            living.gradient_arrived()
 
     return hook

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import local_shard
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.written_values import WrittenShards
-from tensorshard.model.other_places import follow, has_other_places
+from tensorshard.model.references import has_references, update_references
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, note_data
 from tensorshard.torch_private.dispatch import (
     WithoutTorchFunctions,
@@ -23,8 +23,8 @@ from tensorshard.torch_private.dispatch import (
     without_torch_functions_of_tensors,
 )
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.torch_private.fsdp import shard_version, unsharded_parameter
-from tensorshard.torch_private.fsdp_calls import gathered_parameters, release_unit, shown_parameters
+from tensorshard.torch_private.fsdp import members, shard_version, sharded_parameter, unsharded_parameter
+from tensorshard.torch_private.fsdp_calls import gathered_parameters, is_unsharded, release_unit, shown_parameters
 from tensorshard.torch_private.modules import parameter_at, set_parameter
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -33,7 +33,7 @@ class UnitValues:
     """The values of units; all methods get one of FSDP2's groups.
 
     Attributes:
-        written: told what user code writes to gathered parameters; None for nothing.
+        written: notes what user code writes to gathered parameters; None for nothing.
     """
 
     def __init__(self) -> None:
@@ -47,17 +47,17 @@ class UnitValues:
     def add(self, group: Any) -> None:
         """Adds a unit."""
         self._places[group] = shown_parameters(group)
-        followed = [(module, name, p) for module, name, p in self._places[group] if has_other_places(module, name)]
+        followed = [(module, name, p) for module, name, p in self._places[group] if has_references(module, name)]
         if followed:
             self._followed[group] = followed
-        self._groups.update({p.sharded_param: (group, p) for p in group.fsdp_params})
+        self._groups.update({sharded_parameter(p): (group, p) for p in members(group)})
 
     def before_gather(self, group: Any) -> None:
         """Called before a forward gathers the unit, or finds it gathered."""
         given: list[tuple[nn.Module, str, torch.Tensor]] = []
-        for module, name, fsdp_param in self._places[group]:
+        for module, name, member in self._places[group]:
             shown = parameter_at(module, name)
-            own = (fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
+            own = (sharded_parameter(member), unsharded_parameter(member))
             if shown is not None and shown is not own[0] and shown is not own[1]:
                 if isinstance(transformed(shown), DTensor):
                     raise RuntimeError(
@@ -69,7 +69,7 @@ class UnitValues:
             self._given[group] = given
         else:
             self._given.pop(group, None)
-        if group.is_unsharded and self._was_written(group):
+        if is_unsharded(group) and self._was_written(group):
             release_unit(group)
 
     def after_gather(self, group: Any) -> None:
@@ -88,9 +88,9 @@ class UnitValues:
             RuntimeError: a parameter was replaced by another, which nothing would train.
         """
         for places in self._places.values():
-            for module, name, fsdp_param in places:
+            for module, name, member in places:
                 shown = parameter_at(module, name)
-                if shown is fsdp_param.sharded_param or shown is unsharded_parameter(fsdp_param):
+                if shown is sharded_parameter(member) or shown is unsharded_parameter(member):
                     continue
                 raise RuntimeError(
                     f"the parameter {name!r} of a {type(module).__name__} was replaced after tensorshard.parallelize, "
@@ -100,33 +100,33 @@ class UnitValues:
 
     def show_copies(self, group: Any, given: Sequence[tuple[nn.Module, str, torch.Tensor]] = ()) -> None:
         """Makes the modules compute with the gathered parameters, if there are any, and with `given` tensors."""
-        if not group.is_unsharded:
+        if not is_unsharded(group):
             return
-        for module, name, fsdp_param in self._places[group]:
-            copy = unsharded_parameter(fsdp_param)
-            sharded: DTensor = fsdp_param.sharded_param
+        for module, name, member in self._places[group]:
+            copy = unsharded_parameter(member)
+            sharded: DTensor = sharded_parameter(member)
             if copy is not None and parameter_at(module, name) is sharded:
                 set_parameter(module, name, copy)
                 if copy.requires_grad != sharded.requires_grad:
                     copy.requires_grad_(sharded.requires_grad)
                     self._noted[group] = self._state(group)
-        for module, name, fsdp_param in self._followed.get(group, ()):
-            follow(module, name, fsdp_param.sharded_param, unsharded_parameter(fsdp_param))
+        for module, name, member in self._followed.get(group, ()):
+            update_references(module, name, sharded_parameter(member), unsharded_parameter(member))
         for module, name, tensor in given:
             set_parameter(module, name, tensor)
 
     def show_shards(self, group: Any) -> None:
         """Makes the modules show the sharded parameters, which the optimizer has, after a forward that keeps copies."""
-        if group.is_unsharded:
-            for module, name, fsdp_param in self._places[group]:
-                if parameter_at(module, name) is unsharded_parameter(fsdp_param):
-                    set_parameter(module, name, fsdp_param.sharded_param)
+        if is_unsharded(group):
+            for module, name, member in self._places[group]:
+                if parameter_at(module, name) is unsharded_parameter(member):
+                    set_parameter(module, name, sharded_parameter(member))
             self._follow_shards(group)
         self._show_given(group)
 
     def _follow_shards(self, group: Any) -> None:
-        for module, name, fsdp_param in self._followed.get(group, ()):
-            follow(module, name, unsharded_parameter(fsdp_param), fsdp_param.sharded_param)
+        for module, name, member in self._followed.get(group, ()):
+            update_references(module, name, unsharded_parameter(member), sharded_parameter(member))
 
     def _show_given(self, group: Any) -> None:
         for module, name, tensor in self.given(group):
@@ -134,10 +134,10 @@ class UnitValues:
 
     def fresh_copy(self, parameter: Any) -> torch.Tensor | None:
         """The gathered copy of `parameter`, if there is one and it has the parameter's values."""
-        group, fsdp_param = self._groups[parameter]
-        if not group.is_unsharded or self._was_written(group):
+        group, member = self._groups[parameter]
+        if not is_unsharded(group) or self._was_written(group):
             return None
-        copy = unsharded_parameter(fsdp_param)
+        copy = unsharded_parameter(member)
         return copy if copy is not None and copy.requires_grad == parameter.requires_grad else None
 
     def gathered(self, group: Any) -> None:
@@ -152,10 +152,10 @@ class UnitValues:
         return [
             (
                 tensor_version(copy),
-                shard_version(p) + _wrapper_version(p.sharded_param),
+                shard_version(p) + _wrapper_version(sharded_parameter(p)),
                 copy.requires_grad,
             )
-            for p, copy in zip(group.fsdp_params, gathered_parameters(group), strict=True)
+            for p, copy in zip(members(group), gathered_parameters(group), strict=True)
         ]
 
     def _was_written(self, group: Any) -> bool:
@@ -166,10 +166,10 @@ class UnitValues:
     def releasing(self, group: Any) -> None:
         """Called before the gathered parameters are dropped: takes over what was written to them."""
         self._follow_shards(group)
-        for fsdp_param, noted in zip(group.fsdp_params, self._noted.pop(group, ()), strict=False):
-            copy = unsharded_parameter(fsdp_param)
+        for member, noted in zip(members(group), self._noted.pop(group, ()), strict=False):
+            copy = unsharded_parameter(member)
             assert copy is not None
-            sharded: DTensor = fsdp_param.sharded_param
+            sharded: DTensor = sharded_parameter(member)
             if copy.requires_grad != noted[2]:
                 sharded.requires_grad_(copy.requires_grad)
             if tensor_version(copy) == noted[0] and not are_data_taken(copy):  # type: ignore[arg-type]

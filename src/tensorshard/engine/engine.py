@@ -20,7 +20,6 @@ from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.manual_loop import ManualLoop
-from tensorshard.engine.offload import check_transfers, offload_states
 from tensorshard.engine.optimizer import OptimizerFactory, StepCounter, build_optimizer
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
@@ -28,15 +27,14 @@ from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
 from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.host.process_settings import HostHeap
-from tensorshard.model.buffer_values import BufferValues, Place
-from tensorshard.model.generation_cache import GenerationCache
-from tensorshard.model.surrounded import surround_forwards
+from tensorshard.model.buffers import BufferValues, Registration
+from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
 from tensorshard.model.trains_itself import OwnRule
-from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
-from tensorshard.offload.slots import Slots
-from tensorshard.passes.compile_log import CompileLog
+from tensorshard.model.transformers_settings import GenerationCache
+from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.compilation import explained_compilation
 
@@ -86,23 +84,21 @@ class Engine(LoopMethods, StateMethods):
         cache: GenerationCache,
         own_rules: Sequence[OwnRule] = (),
         debug: bool = False,
-        slots: Slots | None = None,
+        storage: Storage,
         heap: HostHeap | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.device = device
         self._model = sharded.model
-        self._offloaded: OffloadedOptimizer | None = None
         self._modules = sharded.all_modules()  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
-        self.slots = slots
+        self.storage = storage
         self._heap = heap
         self._steps = StepCounter(heap, warns=mesh.rank == 0)
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
-        self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device)
         objective = Objective(loss_fn, plan.precision, device, sharded.calling_user)
         self._penalties = Penalties(sharded, mesh, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
@@ -113,29 +109,31 @@ class Engine(LoopMethods, StateMethods):
         self._check_samples = debug  # before the first step
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
-            surround_forwards(sharded.model, random.installed)
-            surround_forwards(sharded.model, partial(cache.off_in_training, sharded.model))
+            surround_root(sharded.model, RootRole.RANDOM_STREAMS, random.installed)
+            surround_root(sharded.model, RootRole.CACHE_OFF, partial(cache.off_in_training, sharded.model))
             if self._compile_log is not None:
-                surround_forwards(sharded.model, self._compile_log.watched)
-            sharded.model.register_forward_hook(
-                lambda *_: None if torch.is_grad_enabled() else check_transfers(slots, mesh.world_group)
+                surround_root(sharded.model, RootRole.COMPILE_LOG, self._compile_log.watched)
+            hook_root(
+                sharded.model,
+                RootRole.TRANSFERS,
+                after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
-        self._optimizer = build_optimizer(optimizer, self._gradients.trained, own_rules)
-        if slots is not None and slots.offload.optimizer is not None:
-            trained = self._gradients.trained
-            self._offloaded = offload_states(self._optimizer, optimizer, own_rules, sharded, trained, mesh, slots)
-            self._gradients.offloaded = self._offloaded.gradients
+        trained = sharded.trained_masters()
+        self._optimizer = build_optimizer(optimizer, trained, own_rules)
+        again = partial(build_optimizer, optimizer, rules=own_rules)
+        self._update = storage.keep_states(self._optimizer, sharded, trained, again)
+        self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
         batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
         self._step_runner.watch_loaders(self.loaders.by_name, batch_buffers.note_stand_ins)
         self._surround_update(
-            lambda: check_transfers(slots, mesh.world_group, self._offloaded),
+            lambda: storage.check_transfers(of_update=True),
             sharded.finish_backward,
             batch_buffers.check,
         )
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
-            self._optimizer, optimizer, own_rules, sharded, is_offloaded=self._offloaded is not None
+            self._optimizer, optimizer, own_rules, sharded, reserved=self._update.reserves_states
         )
         self._manual_loop = ManualLoop(
             sharded,
@@ -204,7 +202,7 @@ class Engine(LoopMethods, StateMethods):
         return loss
 
     def _buffers_before(self) -> BufferValues:
-        def wanted(buffer: torch.Tensor, places: list[Place]) -> bool:
+        def wanted(buffer: torch.Tensor, places: list[Registration]) -> bool:
             if self._changing is None or buffer.nbytes <= _SMALL_BYTES:
                 return True
             return any((id(module), name) in self._changing for module, name in places)
@@ -230,7 +228,7 @@ class Engine(LoopMethods, StateMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
-        check_transfers(self.slots, self.mesh.world_group, self._offloaded)
+        self.storage.check_transfers(of_update=True)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
@@ -240,12 +238,9 @@ class Engine(LoopMethods, StateMethods):
             factor,
             steps_taken=self.step_count,
             measure=self.measure_grad_norm,
-            scale=self._offloaded is None,
+            scale=False,
         ):
-            if self._offloaded is not None:
-                self._offloaded.factor = self._gradients.pending_scale
-                self._offloaded.returns_early = self.plan.offloaded is not None and self.plan.offloaded.overlap
-            self._optimizer.step()
+            self._update.step(self._gradients.trained.values(), self._gradients.pending_scale)
         self._optimizer.zero_grad(set_to_none=True)
         self._steps.count()
         return mean
@@ -272,7 +267,7 @@ class Engine(LoopMethods, StateMethods):
         with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
             self._finish_update()
             loss = self._step_runner.evaluate(inputs, targets)
-            check_transfers(self.slots, self.mesh.world_group)
+            self.storage.check_transfers()
             return loss
 
     @torch.no_grad()
@@ -295,7 +290,7 @@ class Engine(LoopMethods, StateMethods):
         cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
         with cache:
             output = self._step_runner.predict(inputs, compare=compare)
-        check_transfers(self.slots, self.mesh.world_group)
+        self.storage.check_transfers()
         return output
 
     @torch.no_grad()

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
-from tensorshard.comm.sharding import to_local
+from tensorshard.comm.sharding import local_gradients, scale_gradients
 from tensorshard.comm.world import world
-from tensorshard.offload.offloaded_gradients import OffloadedGradients
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Update
 from tensorshard.sharded.sharded_model import ShardedModel
-from tensorshard.torch_private.operators import foreach_mul_, foreach_norm
+from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.tensors import count_gradient_hooks
 
 GradientHook = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -83,21 +83,29 @@ class FinalGradients:
     Args:
         scaler: the loss scaler of fp16, or None.
         device: where the norm travels.
+        update: the one that the gradients are for.
 
     Attributes:
         norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
-        offloaded: the gradients in host memory or on disk; None if they stay on the device.
+        moves_gradients: whether they leave the device when they are reduced.
         pending_scale: the factor that the update still has to apply to the gradients, if :meth:`prepare` did not scale
             them; None for no factor.
     """
 
     def __init__(
-        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, scaler: LossScaler | None, device: torch.device
+        self,
+        sharded: ShardedModel,
+        plan: Plan,
+        mesh: Mesh,
+        scaler: LossScaler | None,
+        device: torch.device,
+        update: Update,
     ) -> None:
         self.trained = sharded.trained_masters()
         self.norm: torch.Tensor | None = None
         self.pending_scale: torch.Tensor | float | None = None
-        self.offloaded: OffloadedGradients | None = None
+        self.moves_gradients = update.moves_gradients
+        self._known_norm = update.gradient_norm if update.moves_gradients else None
         self._num_shards = sharded.num_shards()
         self._plan = plan
         self._mesh = mesh
@@ -216,7 +224,7 @@ class FinalGradients:
             device=self._device,
             always_sum=self._mesh.degrees["pp"] > 1,
             dtype=dtype,
-            known=None if self.offloaded is None else self.offloaded.norm,
+            known=self._known_norm,
             spoil=spoil,
         )
 
@@ -294,11 +302,6 @@ def _is_one(factor: torch.Tensor | float) -> bool:
     return factor == 1.0
 
 
-def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the gradients that this rank holds; parameters without one are left out."""
-    return [to_local(p.grad) for p in parameters if p.grad is not None]
-
-
 def global_norm(
     parameters: Iterable[torch.Tensor],
     num_shards: Mapping[torch.Tensor, float],
@@ -356,25 +359,11 @@ def _local_norms(
     if known is None or dtype is not None:
         return list(foreach_norm(local_gradients(parameters), 2.0, dtype))
     norms = {p: norm for p in parameters if (norm := known(p)) is not None}
-    for p in parameters:
-        if p not in norms:
-            [norms[p]] = foreach_norm(local_gradients([p]), 2.0, dtype)
+    others = [p for p in parameters if p not in norms]
+    norms.update(zip(others, foreach_norm(local_gradients(others), 2.0) if others else (), strict=True))
     return [norms[p] for p in parameters]
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
     """The factor that makes the gradients' norm at most `largest` (Pascanu et al. 2013)."""
     return (largest / (norm + 1e-6)).clamp(max=1.0)
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiplies every gradient by `factor`, in place."""
-    gradients = local_gradients(parameters)
-    if not gradients:
-        return
-    if isinstance(factor, torch.Tensor):
-        for device, dtype in {(g.device, g.dtype) for g in gradients}:
-            foreach_mul_([g for g in gradients if (g.device, g.dtype) == (device, dtype)], factor.to(device, dtype))
-    else:
-        foreach_mul_(gradients, factor)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.comm.sharding import to_local
+from tensorshard.comm.sharding import local_gradients, to_local
 from tensorshard.comm.world import world
 from tensorshard.engine.fused_updates import fused_updates_of_shards
-from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor, local_gradients
+from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_backward import PartOfGraph, watch_output
 from tensorshard.engine.guards.module_changes import ModuleChanges
@@ -27,7 +27,7 @@ from tensorshard.engine.guards.same_batch import SameBatch
 from tensorshard.engine.guards.wrong_batch import note_inputs
 from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.trained_parameters import TrainedParameters, methods_beside_step
-from tensorshard.model.surrounded import as_hook, surround_forwards, surround_parts
+from tensorshard.model.forward_contexts import RootRole, hook_root, surround_parts, surround_root
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -98,12 +98,12 @@ class ManualLoop:
         self._surround_optimizer(optimizer)
         if self._plan.pp > 1:  # its stages cannot be called
             return
-        surround_forwards(model, self._whole_forward)
+        surround_root(model, RootRole.PRECISION, self._whole_forward)
         if self._plan.precision != "fp32":
             surround_parts(model, self._forward_context, self._is_called_alone)
-        model.register_forward_pre_hook(as_hook(self._before_forward), prepend=True, with_kwargs=True)
-        model.register_forward_hook(as_hook(self._after_forward), with_kwargs=True)
-        model.register_forward_hook(as_hook(self._after_failure), always_call=True, with_kwargs=True)
+        role = RootRole.MANUAL_LOOP
+        hook_root(model, role, before=self._before_forward, after=self._after_forward, with_kwargs=True)
+        hook_root(model, role, after=self._after_failure, always=True, with_kwargs=True)
 
     @contextmanager
     def inside_engine_call(self) -> Iterator[None]:
@@ -296,8 +296,8 @@ class ManualLoop:
         if self._scaler is not None or counted:  # these gradients still need a factor, and earlier ones do not
             for parameter in self._gradients.trained.values():
                 if parameter.grad is not None:
-                    offloaded = self._gradients.offloaded is not None  # its place is that of the next one, too
-                    self._earlier.append((parameter, parameter.grad.clone() if offloaded else parameter.grad))
+                    moves = self._gradients.moves_gradients  # to where the next one will be, too
+                    self._earlier.append((parameter, parameter.grad.clone() if moves else parameter.grad))
                     parameter.grad = None
 
     @torch.no_grad()
@@ -373,7 +373,7 @@ class ManualLoop:
         fields = []
         if self._scaler is not None:
             fields.append("precision='fp16', which skips steps whose gradients overflow")
-        if self._gradients.offloaded is not None:
+        if self._gradients.moves_gradients:
             fields.append("offloaded gradients, which engine.optimizer alone can read")
         if fields:
             raise RuntimeError(

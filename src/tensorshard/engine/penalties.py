@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
-from tensorshard.model.elsewhere import Elsewhere
 from tensorshard.passes.precision import master_dtype
+from tensorshard.pipeline.run.absent_tensors import AbsentTensor
 from tensorshard.plan.mesh import Mesh
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import every_module, own_parameters, set_parameter
@@ -188,12 +188,12 @@ class _Places:
         return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
 
 
-def _counted_elsewhere(name: str, leaf: torch.Tensor) -> Elsewhere:
+def _counted_elsewhere(name: str, leaf: torch.Tensor) -> AbsentTensor:
     sentence = (
         f"engine.model.{name} is on several stages of the pipeline and counts on the first of them, which this rank "
         f"does not have: let the function of engine.add_penalty go over model.named_parameters(), which has what counts"
     )
-    return Elsewhere.make(leaf.detach(), lambda: False, lambda: sentence)
+    return AbsentTensor.make(leaf.detach(), lambda: False, lambda: sentence)
 
 
 class _WholeTensors(TorchFunctionMode):

@@ -14,14 +14,13 @@ from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.step import StepAgain, StepLoss, StepRunner
 from tensorshard.model.batches import batch_size, split_unevenly, to_device
-from tensorshard.model.tensors import map_tensors
-from tensorshard.model.values import Structure, take_apart
+from tensorshard.model.tensors import Structure, map_tensors, take_apart
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.run.schedule_runner import PipelineRunner
+from tensorshard.pipeline.run.split_backward import may_split_backward
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_stage import StageHooks
-from tensorshard.pipeline.split_backward import may_split_backward
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 

@@ -7,7 +7,7 @@ import torch
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.world import world
-from tensorshard.model.host_random import host_random_kept, host_random_states, set_host_random_states
+from tensorshard.model.state_places import host_random_restored, host_random_states, set_host_random_states
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
@@ -90,7 +90,7 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and torch.cuda.is_initialized() else None
     try:
-        with host_random_kept():
+        with host_random_restored():
             yield
     finally:
         with unset_fake_temporarily():

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,10 @@ from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.optimizer import StepCounter
 from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
-from tensorshard.offload.slots import Slots, SpareRoom
 from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.adapters import AdapterExport, has_adapters
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
@@ -76,7 +75,7 @@ class StateMethods(WaitingForUpdates):
     plan: Plan
     mesh: Mesh
     device: torch.device
-    slots: Slots | None
+    storage: Storage
     scaler: LossScaler | None
     random: RandomStreams
     loaders: EngineLoaders
@@ -126,8 +125,7 @@ class StateMethods(WaitingForUpdates):
             NumbersPart(step_count=self._steps, scaler=self.scaler, loaders=self.loaders),
             RandomPart(self.random, self.plan, self.mesh),
         )
-        make_room = partial(SpareRoom, self.slots)
-        return CheckpointManager(parts, self.mesh.world_group, self.device, make_room)
+        return CheckpointManager(parts, self.mesh.world_group, self.device, self.storage.temporary_copy)
 
     def save_pretrained(
         self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
@@ -169,8 +167,7 @@ class StateMethods(WaitingForUpdates):
 
     def summary(self) -> Summary:
         """The types of parameters, gradients and states, and the sizes on this rank."""
-        offload = None if self.slots is None else self.slots.describe()
-        return summarize(self.plan, self.sharded, self._optimizer, offload)
+        return _summarize(self.plan, self.sharded, self._optimizer, self.storage.describe())
 
 
 def _write_pretrained(
@@ -263,7 +260,7 @@ def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Te
     return sharded.split.local(name, value) if whole and not isinstance(value, DTensor) else value
 
 
-def summarize(
+def _summarize(
     plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer, offload: str | None = None
 ) -> Summary:
     """Counts what a laid-out model holds on this rank."""

@@ -21,7 +21,7 @@ class TrainedParameters:
     Args:
         factory: made `optimizer`.
         rules: of parameters that are trained in groups of their own.
-        is_offloaded: whether the optimizer's states are offloaded, for which there is room since the start alone.
+        reserved: whether the optimizer's states are offloaded, for which there is room since the start alone.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class TrainedParameters:
         rules: Sequence[OwnRule],
         sharded: ShardedModel,
         *,
-        is_offloaded: bool,
+        reserved: bool,
     ) -> None:
         self._optimizer = optimizer
         self._factory = factory
         self._rules = rules
         self._sharded = sharded
-        self._is_offloaded = is_offloaded
+        self._reserved = reserved
         self._known = set(sharded.trained_masters())
         self._groups = len(optimizer.param_groups)
         optimizer.add_param_group = MethodType(  # type: ignore[method-assign]
@@ -50,7 +50,7 @@ class TrainedParameters:
         Raises:
             RuntimeError: a parameter that was frozen is trained now, and the optimizer's states are offloaded.
         """
-        if self._is_offloaded:
+        if self._reserved:
             self._refuse_offloaded(self._sharded.trained_masters().keys() - self._known)
 
     def _refuse_offloaded(self, names: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ class TrainedParameters:
                 name, parameter = member if isinstance(member, tuple) else (None, member)
                 full_name = names.get(id(parameter))
                 if full_name is not None:
-                    if self._is_offloaded:
+                    if self._reserved:
                         self._refuse_offloaded([full_name])
                     self._known.add(full_name)
                     parameter = masters[full_name]

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tensorshard.offload.offloaded_optimizer import OffloadedOptimizer
+from tensorshard.plan.storage import Update
 from tensorshard.sharded.sharded_model import ShardedModel
 
 
@@ -13,7 +13,7 @@ class WaitingForUpdates:
     sharded: ShardedModel
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
-    _offloaded: OffloadedOptimizer | None
+    _update: Update
 
     @property
     def model(self) -> nn.Module:
@@ -36,21 +36,18 @@ class WaitingForUpdates:
             OSError: the disk failed during the update. The error names the folder. Other ranks raise it in their next
                 call.
         """
-        if self._offloaded is not None:
-            self._offloaded.wait()
+        self._update.wait()
 
     def _finish_update(self) -> None:
         """Waits for the last update on all ranks; if it failed on one, all raise. Takes over what user code wrote.
 
         A collective, if an update goes on.
         """
-        if self._offloaded is not None:
-            self._offloaded.finish()
+        self._update.finish()
         self.sharded.adopt_writes()
 
     def _follow_update(self) -> None:
-        copied = () if self._offloaded is None else self._offloaded.written
-        if self._offloaded is not None and self._offloaded.is_behind:
-            self.sharded.follow_behind(copied)
+        if self._update.is_pending:
+            self.sharded.gather_as_updated(self._update.copied)
         else:
-            self.sharded.all_gather_parameters(copied)
+            self.sharded.all_gather_parameters(self._update.copied)

@@ -47,9 +47,11 @@ def check_same_ranks(own: dist.ProcessGroup, group: Group | None, what: str) -> 
     """
     if group is None:
         return
-    held, given = dist.get_process_group_ranks(own), dist.get_process_group_ranks(resolve_group(group))
-    if held != given:
-        raise ValueError(f"{what} is split over the ranks {held}, and group= names the ranks {given}: leave group= out")
+    ranks, given = dist.get_process_group_ranks(own), dist.get_process_group_ranks(resolve_group(group))
+    if ranks != given:
+        raise ValueError(
+            f"{what} is split over the ranks {ranks}, and group= names the ranks {given}: leave group= out"
+        )
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +90,7 @@ def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ign
 
     Raises:
         TypeError: they are not integers.
-        IndexError: on the CPU. It names the index that is furthest outside.
+        IndexError: on the CPU. It names the first such index.
     """
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise TypeError(f"{what} of type {indices.dtype} was given for {size} {of_what}: give integers")
@@ -101,10 +103,10 @@ def check_indices(indices: torch.Tensor, size: int, what: str, of_what: str, ign
         assert_async(~outside.any(), f"{what} outside the {size} {of_what}")
         return
     if outside.any():
-        wrong = indices[outside]
-        worst = wrong.max() if wrong.max() >= size else wrong.min()
+        first = int(outside.flatten().nonzero()[0, 0])
         raise IndexError(
-            f"{what} {int(worst)} is outside the {size} {of_what}: use 0 to {size - 1}"
+            f"{what} {int(indices.flatten()[first])}, number {first} of {indices.numel()}, is outside the {size} "
+            f"{of_what}: use 0 to {size - 1}"
             + ("" if ignore_index is None else f", or {ignore_index} for what is to be ignored")
         )
 

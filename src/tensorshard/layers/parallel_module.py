@@ -139,10 +139,10 @@ class ParallelModule(ConvertibleModule):
         _layers.add(self)
         self._mark_all()  # torch copies and saves parameters without their attributes
 
-    def _marked(self, held: torch.Tensor, dim: int | None, size: int | None, full: torch.Tensor) -> nn.Parameter:
-        if held.device.type not in (self.mesh.device_type, "meta"):
-            held = held.to(self.mesh.device_type)
-        parameter = nn.Parameter(held, requires_grad=full.requires_grad)
+    def _marked(self, shard: torch.Tensor, dim: int | None, size: int | None, full: torch.Tensor) -> nn.Parameter:
+        if shard.device.type not in (self.mesh.device_type, "meta"):
+            shard = shard.to(self.mesh.device_type)
+        parameter = nn.Parameter(shard, requires_grad=full.requires_grad)
         set_mark(parameter, ParallelMark(dim, size, self.group, self.dim))
         return parameter
 

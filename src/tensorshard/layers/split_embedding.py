@@ -136,26 +136,26 @@ def split_embedding(
     """
     num_embeddings, embedding_dim = shape
     with torch.no_grad():
-        held = to_local(weight)
+        table = to_local(weight)
     if dim == 0:
-        start, height = _rows_held(num_embeddings, held.size(0), process_group)
-        assert num_embeddings is not None  # else _rows_held raises
+        start, height = _rows_of(num_embeddings, table.size(0), process_group)
+        assert num_embeddings is not None  # else _rows_of raises
         check_indices(input, num_embeddings, "index", "embeddings")
         padding = _positive(padding_idx, num_embeddings)
         if max_norm is not None:
             mine = input[(input >= start) & (input < start + height)] - start
-            torch.embedding_renorm_(held.detach(), mine, max_norm, norm_type)
+            torch.embedding_renorm_(table.detach(), mine, max_norm, norm_type)
         row = -1 if padding is None or not start <= padding < start + height else padding - start
         local = to_local(weight)
         return _VocabularyEmbedding.apply(local, input, start, row, scale_grad_by_freq, process_group)
-    check_indices(input, held.size(0), "index", "embeddings")
+    check_indices(input, table.size(0), "index", "embeddings")
     if max_norm is not None:
-        _renormalize_features(held.detach(), input, max_norm, norm_type, process_group)
+        _renormalize_features(table.detach(), input, max_norm, norm_type, process_group)
     output = F.embedding(input, to_local(weight), padding_idx, scale_grad_by_freq=scale_grad_by_freq)
     return gather(output, -1, process_group, size=embedding_dim)
 
 
-def _rows_held(num_embeddings: int | None, height: int, group: dist.ProcessGroup) -> tuple[int, int]:
+def _rows_of(num_embeddings: int | None, height: int, group: dist.ProcessGroup) -> tuple[int, int]:
     """The first row of this rank's shard of the table, and how many it has."""
     if num_embeddings is None:
         raise ValueError(

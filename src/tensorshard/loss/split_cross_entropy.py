@@ -2,7 +2,7 @@
 
 No rank ever holds all classes of a sample. Backward needs no communication. Nothing but the logits themselves and two
 numbers per sample is kept between forward and backward, and temporaries are of a fixed size. The formulas are in
-:mod:`softmax_cross_entropy`.
+:mod:`tensorshard.loss.formulas`.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,9 @@ from tensorshard.comm.differentiable import gather
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
-from tensorshard.common.repetitions import repetitions
+from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.layers.arguments import check_same_ranks
-from tensorshard.loss.logits_and_targets import check_targets, place, refuse_lost_mark
-from tensorshard.loss.softmax_cross_entropy import (
+from tensorshard.loss.formulas import (
     CrossEntropySpec,
     Statistics,
     cap,
@@ -37,6 +36,7 @@ from tensorshard.loss.softmax_cross_entropy import (
     token_accuracy,
     weigh_targets,
 )
+from tensorshard.loss.loss_arguments import Place, check_targets, find_place, refuse_lost_mark
 
 # Elements of a temporary: on the CPU what stays in a core's cache, elsewhere enough to fill a GPU.
 _CPU_TILE = 1 << 18
@@ -61,17 +61,17 @@ class _CrossEntropy(Function):
     ) -> tuple[torch.Tensor | None, ...]:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         class_weight = None if class_weight is None else class_weight.to(wide)
-        own_weight = _own(class_weight, logits, start)
-        found = combine(_statistics(logits, targets, own_weight, start, spec, wide), group)
-        weights = weigh_targets(targets, class_weight, spec, found.lse.dtype)
+        own_weight = _own_weight(class_weight, logits, start)
+        statistics = combine(_statistics(logits, targets, own_weight, start, spec, wide), group)
+        weights = weigh_targets(targets, class_weight, spec, statistics.lse.dtype)
         ctx.start, ctx.spec, ctx.group = start, spec, group
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, targets, class_weight, found.lse, found.target_logit)
-        accuracy = token_accuracy(found, weights, spec)
+        ctx.save_for_backward(logits, targets, class_weight, statistics.lse, statistics.target_logit)
+        accuracy = token_accuracy(statistics, weights, spec)
         if accuracy is not None:
             ctx.mark_non_differentiable(accuracy)
-        loss = reduce_loss(found, weights, spec).to(wide)
-        return loss, found.lse.to(wide, copy=True) if spec.return_lse else None, accuracy
+        loss = reduce_loss(statistics, weights, spec).to(wide)
+        return loss, statistics.lse.to(wide, copy=True) if spec.return_lse else None, accuracy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -88,8 +88,8 @@ class _CrossEntropy(Function):
         of_softmax = (slopes.of_softmax * left_out).to(wide)
         smoothing = None if slopes.smoothing is None else slopes.smoothing.to(wide)
         at_target = slopes.at_target.to(wide)
-        columns, here = local_columns(targets, spec.ignore_index, ctx.start, logits.size(1))
-        own_weight = _own(class_weight, logits, ctx.start)
+        columns, is_local = local_columns(targets, spec.ignore_index, ctx.start, logits.size(1))
+        own_weight = _own_weight(class_weight, logits, ctx.start)
         grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _tiles(logits):
             tile, inner = logits[rows], None
@@ -107,7 +107,7 @@ class _CrossEntropy(Function):
                 stays,
             )
             if logits.size(1):
-                set_target_slopes(slope, columns[rows, None], here[rows, None], at_target[rows, None])
+                set_target_slopes(slope, columns[rows, None], is_local[rows, None], at_target[rows, None])
             if inner is not None:
                 slope.mul_(inner)
             if stays is None:
@@ -121,13 +121,15 @@ def _twice_differentiable(ctx: Any, grads: Any) -> torch.Tensor:
     spec: CrossEntropySpec = ctx.spec
     full = logits if ctx.group is None else gather(logits, -1, ctx.group, size=spec.classes)
     wide = full.double() if spec.softcap is None else spec.softcap * torch.tanh(full.double() / spec.softcap)
-    columns, here = local_columns(targets, spec.ignore_index, 0, spec.classes)
+    columns, is_local = local_columns(targets, spec.ignore_index, 0, spec.classes)
     weighted_sum = None
     if spec.label_smoothing:
         weighted_sum = wide.sum(1) if class_weight is None else wide.mv(class_weight.double())
-    found = Statistics(wide.logsumexp(1), wide.gather(1, columns[:, None]).squeeze(1).where(here, 0), weighted_sum)
+    statistics = Statistics(
+        wide.logsumexp(1), wide.gather(1, columns[:, None]).squeeze(1).where(is_local, 0), weighted_sum
+    )
     weights = weigh_targets(targets, class_weight, spec, wide.dtype)
-    sources = [(reduce_loss(found, weights, spec), grads[0]), (found.lse, grads[1])]
+    sources = [(reduce_loss(statistics, weights, spec), grads[0]), (statistics.lse, grads[1])]
     given = [(source, grad.double()) for source, grad in sources if grad is not None]
     if not given:
         return torch.zeros_like(logits)
@@ -237,18 +239,25 @@ def parallel_cross_entropy(
                 reduction=reduction,
                 label_smoothing=label_smoothing,
             )
-        start, process_group = 0, None
+        place = Place(0, options.classes, None)
     else:
         process_group = mark.group or resolve_group(group)
         check_same_ranks(process_group, group, "input")
-        start, classes = place(
-            input, class_dim, mark.size or (None if weight is None else weight.numel()), process_group
+        place = find_place(
+            input.size(class_dim),
+            mark.size or (None if weight is None else weight.numel()),
+            process_group,
+            input.device,
+            f"logits {list(input.shape)}, marked as split along dimension {class_dim}, were",
+            "take the mark off with register_parallel_dim(x, None)",
         )
-        options = replace(options, classes=classes)
-    check_targets(input, target, class_dim, options.classes, weight=weight, ignore_index=ignore_index)
+        options = replace(options, classes=place.classes)
+    shape = torch.Size([size for dim, size in enumerate(input.shape) if dim != class_dim])
+    given = f"logits {list(input.shape)}, whose classes are along dimension {class_dim}"
+    check_targets(target, shape, given, options, weight, "weight")
     logits = input.movedim(class_dim, -1)
     logits = logits.reshape(target.numel(), logits.size(-1))
-    loss, lse, accuracy = _CrossEntropy.apply(logits, target.flatten(), weight, start, process_group, options)
+    loss, lse, accuracy = _CrossEntropy.apply(logits, target.flatten(), weight, place.start, place.group, options)
     return options.result(loss, lse, accuracy, target.shape)
 
 
@@ -268,7 +277,7 @@ def _statistics(
     largest, hit = (lse.clone(), zeros[2]) if spec.return_token_accuracy else (None, None)
     if width == 0:
         return Statistics(lse, zeros[0], weighted_sum, largest, hit)
-    columns, here = local_columns(targets, spec.ignore_index, start, width)
+    columns, is_local = local_columns(targets, spec.ignore_index, start, width)
     for rows in _tiles(logits):
         tile = logits[rows].to(wide, copy=spec.softcap is not None)
         tile = tile if spec.softcap is None else cap(tile, spec.softcap)
@@ -277,10 +286,10 @@ def _statistics(
             weighted_sum[rows] = tile.sum(1) if own_weight is None else tile.mv(own_weight)
         if largest is not None and hit is not None:
             largest[rows], first = tile.max(1)
-            hit[rows] = ((first == columns[rows]) & here[rows]).to(hit.dtype)
+            hit[rows] = ((first == columns[rows]) & is_local[rows]).to(hit.dtype)
     picked = logits.gather(1, columns[:, None]).squeeze(1).to(wide)
     picked = picked if spec.softcap is None else cap(picked, spec.softcap)
-    return Statistics(lse, picked.where(here, 0), weighted_sum, largest, hit)
+    return Statistics(lse, picked.where(is_local, 0), weighted_sum, largest, hit)
 
 
 def _log_sum_exp(tile: torch.Tensor) -> torch.Tensor:
@@ -290,7 +299,7 @@ def _log_sum_exp(tile: torch.Tensor) -> torch.Tensor:
     return tile.sub(finite[:, None]).exp_().sum(1).double().log_().add_(finite)
 
 
-def _own(class_weight: torch.Tensor | None, logits: torch.Tensor, start: int) -> torch.Tensor | None:
+def _own_weight(class_weight: torch.Tensor | None, logits: torch.Tensor, start: int) -> torch.Tensor | None:
     """This rank's part of the class weights."""
     return None if class_weight is None else class_weight.narrow(0, start, logits.size(1))
 
@@ -299,4 +308,4 @@ def _tiles(logits: torch.Tensor) -> Iterable[slice]:
     """Rows of `logits`, as many at a time as make a tile."""
     tile = _CPU_TILE if logits.device.type == "cpu" else _DEVICE_TILE
     step = max(1, tile // max(1, logits.size(1)))
-    return repetitions([slice(begin, begin + step) for begin in range(0, logits.size(0), step)])
+    return loop_slices([slice(begin, begin + step) for begin in range(0, logits.size(0), step)])

@@ -54,17 +54,17 @@ def named_parts(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _search(module: nn.Module, prefix: str, composite: bool) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     children = dict(_elements(module)) if _is_list(module) else named_parts(module)
     members = _members(children, composite) if _is_list(module) else set()
     for name, child in children.items():
         path = f"{prefix}{name}"
         inner = _search(child, f"{path}.", composite)
         if name in members and not _is_stage(child, path, inner):
-            found[path] = child
+            blocks[path] = child
         else:
-            found.update(inner)
-    return found
+            blocks.update(inner)
+    return blocks
 
 
 def _elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

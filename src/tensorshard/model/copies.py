@@ -10,27 +10,21 @@ import copyreg
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from tensorshard.model.other_places import WEAK_CONTAINERS, holds
-from tensorshard.model.state_places import contents_of
+from tensorshard.model.objects import ATOMIC, WEAK_CONTAINERS, WEAK_REFERENCES, contents_of
+from tensorshard.model.references import holds
 from tensorshard.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_ATOMIC: tuple[type, ...] = (
-    type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes, type, range, slice,
-    property, BuiltinFunctionType, CodeType, ModuleType, Enum,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
+_SHARED = (*ATOMIC, BuiltinFunctionType)
 _HEAP_TYPE = 1 << 9  # of a class's flags: it was made by a class statement
-_WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 
 
 def copy_module(module: _Module, replacements: Mapping[int, Any]) -> _Module:
@@ -65,7 +59,7 @@ class _Copier:
     def copy(self, value: Any) -> Any:
         if type(value) is BuiltinFunctionType and isinstance(value.__self__, torch.Tensor):
             return getattr(self.copy(value.__self__), value.__name__)
-        if type(value) not in _WEAK and isinstance(value, _ATOMIC):
+        if type(value) not in WEAK_REFERENCES and isinstance(value, _SHARED):
             return value
         key = id(value)
         if key in self._made:
@@ -77,7 +71,7 @@ class _Copier:
 
     def _copy(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _WEAK:  # asked first: a proxy is an instance of what it stands for
+        if kind in WEAK_REFERENCES:  # asked first: a proxy is an instance of what it stands for
             return self._copy_weak(value)
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value)
@@ -239,9 +233,8 @@ class _Copier:
             vars(again).update(vars(value))
             return again
         # An object that only code refers to is shared, unless it holds the model's tensors.
-        if not isinstance(value, (*_ATOMIC, *_WEAK, torch.Tensor, nn.Module)) and holds(value, self._replaced):
-            return self.copy(value)
-        return value
+        shared = isinstance(value, (*_SHARED, *WEAK_REFERENCES, torch.Tensor, nn.Module))
+        return self.copy(value) if not shared and holds(value, self._replaced) else value
 
 
 def _has_attributes_alone(kind: type) -> bool:
@@ -258,11 +251,11 @@ def _has_attributes_alone(kind: type) -> bool:
 
 def _may_refer(value: Any, seen: set[int]) -> bool:
     """Whether a function's closure or defaults hold an object that may be copied."""
-    if id(value) in seen or isinstance(value, _ATOMIC):
+    if id(value) in seen or isinstance(value, _SHARED):
         return False
     seen.add(id(value))
     if not isinstance(value, FunctionType):
         return True
-    held = [inner for cell in value.__closure__ or () for inner in contents_of(cell)]
-    held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return any(_may_refer(inner, seen) for inner in held)
+    contents = [inner for cell in value.__closure__ or () for inner in contents_of(cell)]
+    contents += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return any(_may_refer(inner, seen) for inner in contents)

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tensorshard.model.buffers import STATISTICS
 from tensorshard.model.copies import copy_module
-from tensorshard.model.memoized import nothing_remembered
-from tensorshard.model.running_statistics import STATISTICS
-from tensorshard.model.stacked_experts import use_placeholder_outputs
+from tensorshard.model.global_state import restored_globals
+from tensorshard.model.special_layers import use_placeholder_outputs
 from tensorshard.model.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
@@ -27,7 +27,7 @@ _COMPACT_STRIDE = 17
 # The next matrix begins this many numbers after the one before: a prime, which no size of a layer is.
 _POOL_STRIDE = 1009
 
-# After this many numbers a pool repeats itself: 64 MB. This, too, is a prime, so that no rows or columns are alike.
+# After this many numbers a pool repeats itself: 64 MB. This, too, is a prime, so that no two rows or columns are equal.
 _POOL_PERIOD = 16_777_213
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -85,7 +85,7 @@ def follow_run(
 
     Fake tensors have no values. So the run holds for all values: code that takes a shortcut for some values (no mask
     where nothing is masked) takes the long way. Experts return placeholders
-    (:func:`tensorshard.model.stacked_experts.use_placeholder_outputs`). Real tensors are random, the same on every
+    (:func:`tensorshard.model.special_layers.use_placeholder_outputs`). Real tensors are random, the same on every
     rank, and show what the model does with these values.
 
     Args:
@@ -98,7 +98,7 @@ def follow_run(
     Raises:
         Exception: whatever the model raises.
     """
-    with nothing_remembered(model), torch.enable_grad():
+    with restored_globals(model), torch.enable_grad():
         try:
             return _run_fake(model, inputs, follow, run)
         except NEEDS_VALUES:
@@ -202,7 +202,7 @@ def compact_values(
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """As `values`, but rows of large matrices overlap in memory: each begins soon after the one before.
 
-    So a matrix takes a few percent of its memory. No two rows or columns are alike. Computing with the wrong ones is
+    So a matrix takes a few percent of its memory. No two rows or columns are equal. Computing with the wrong ones is
     off by as much as with independent random numbers.
     """
 
@@ -223,7 +223,7 @@ def pooled_values(
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """As `values`, but large matrices of `model` are overlapping pieces of the same random numbers.
 
-    Each begins somewhere else, so no two are alike. Together they take little more memory than the largest. Unlike
+    Each begins somewhere else, so no two are equal. Together they take little more memory than the largest. Unlike
     those of :func:`compact_values`, each is contiguous.
     """
     matrices = [parameter for parameter in model.parameters() if is_large_matrix(parameter)]

@@ -61,13 +61,13 @@ class Role(IntEnum):
     RANDOM_STREAM = auto()
     """Tensor-parallel ranks draw different random numbers where their activations differ."""
     SEQUENCE_INPUTS = auto()
-    """A module gets whole sequences, though its rank has a part."""
+    """A module gets full sequences, though its rank has a part."""
     SEQUENCE_WHOLE = auto()
-    """A module computes whole sequences. Its inputs are gathered, and its outputs cut."""
+    """A module computes full sequences. Its inputs are gathered, and its outputs cut."""
     SEQUENCE_GRADIENTS = auto()
     """The gradients of parameters that are applied to a part of the sequence are summed."""
     SEQUENCE_LENGTH = auto()
-    """A block is told how long the sequence is."""
+    """A block gets the length of the full sequence."""
     UNCOMPILED = auto()
     """The roles of tensor parallelism run uncompiled, between compiled code."""
     UNCOMPUTED_LOGITS = auto()
@@ -78,12 +78,13 @@ class Role(IntEnum):
     """Everything further in is compiled."""
     OFFLOADED_ACTIVATIONS = auto()
     """What everything further in keeps for backward goes to another tier."""
-    COMPOSED = auto()
-    """In an estimate, a block repeats what was recorded for a block like it."""
     PIPELINE_STAGE = auto()
     """A module that another stage computes is not computed here."""
     TRACE = auto()
     """Calls are noted, on a fake copy."""
+
+
+TENSOR_PARALLEL_ROLES = frozenset(role for role in Role if Role.SPLIT_LAYER <= role <= Role.SEQUENCE_LENGTH)
 
 
 def wrap_forward(module: nn.Module, role: Role, around: Forward) -> None:

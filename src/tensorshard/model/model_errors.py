@@ -1,13 +1,17 @@
-"""Tells whether an exception that ended a run of a model is the model's fault, or this package's."""
+"""Whose fault an exception is that ended a run of a model; explains those about tensors of two types."""
 
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
+from torch import nn
 
 from tensorshard.model.provenance import run_operation
+from tensorshard.model.reachable_state import is_foreign, users_class
 from tensorshard.torch_private.modules import MODULE_CALLS
 
 _PACKAGE = Path(__file__).parents[1]
@@ -15,6 +19,9 @@ _MODELS = _PACKAGE / "models"  # they count as users' models
 _TORCH = Path(torch.__file__).parent
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _LIBRARY, _SITE = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+
+_SIGNS = ("dtype", "scalar type", "same type", "Input type (", "data type")
+_TYPES = ("BFloat16", "Half", "bfloat16", "float16")
 
 
 def raised_by_model(error: Exception) -> bool:
@@ -51,11 +58,11 @@ def raised_in_operation(error: Exception) -> bool:
 
 
 def _frames(traceback: TracebackType | None) -> list[FrameType]:
-    found = []
+    frames = []
     while traceback is not None:
-        found.append(traceback.tb_frame)
+        frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 def _is_of_package(frame: FrameType) -> bool | None:
@@ -75,3 +82,53 @@ def _is_of_package(frame: FrameType) -> bool | None:
 
 def _is_inside(file: str, folder: Path) -> bool:
     return Path(file).is_relative_to(folder)
+
+
+class MixedTypesError(RuntimeError):
+    """A module mixes 16-bit tensors with fp32 ones in an operation that takes one type."""
+
+
+@contextmanager
+def explained_types(precision: str) -> Iterator[None]:
+    """A context for a forward.
+
+    Args:
+        precision: of the plan.
+
+    Raises:
+        MixedTypesError: in place of torch's error that tensors differ in type; names the module.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, MixedTypesError) or not _is_of_types(text):
+            raise
+        named = _module_of(error.__traceback__)
+        if named is None:
+            raise
+        raise MixedTypesError(
+            f"module {named} mixes 16-bit tensors with fp32 ones ({text.splitlines()[0]}): under "
+            f"precision={precision!r} parameters and the results of products have 16 bits, and buffers, other tensors "
+            f"and new ones stay fp32. Convert one of the operands in its forward, as in a.to(b.dtype)"
+        ) from error
+
+
+def _is_of_types(text: str) -> bool:
+    return any(sign in text for sign in _SIGNS) and any(name in text for name in _TYPES)
+
+
+def _module_of(traceback: TracebackType | None) -> str | None:
+    """The innermost module of the user's whose code was running, by its name and class; None if there is none."""
+    running: list[nn.Module] = []
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            running.append(owner)
+        traceback = traceback.tb_next
+    users = [module for module in running if not is_foreign(users_class(module).__module__)] or running
+    if not users:
+        return None
+    names = {id(module): name for name, module in running[0].named_modules()}
+    name, kind = names.get(id(users[-1])), users_class(users[-1]).__name__
+    return f"{name!r} ({kind})" if name else kind

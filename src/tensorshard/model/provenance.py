@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tensorshard.model.tensors import storage_key, tensor_leaves
 from tensorshard.torch_private.dispatch import TorchDispatchMode
@@ -147,3 +148,19 @@ class Provenance(TorchDispatchMode, Generic[Source]):
 def run_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `func`. A separate function, so that its frame in a traceback shows that the error is the run's."""
     return func(*args, **kwargs)
+
+
+class OperationCounter(TorchFunctionMode):
+    """Counts the calls of torch's functions within it.
+
+    Attributes:
+        operations: how many there were so far. One that failed counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))

@@ -73,7 +73,7 @@ class StateBeforeCalls:
             if from_arguments.places or from_arguments.copied or from_arguments.once:
                 reached.append(from_arguments)
         libraries = _LIBRARIES if watched else self._known.draws
-        numbers = {name: shared_random_numbers(name) for name in libraries}
+        numbers = {name: shared_random_numbers(name) for name in libraries} if libraries else {}
         return StateBeforeCall(reached, given, numbers, self._known, watched)
 
 
@@ -96,26 +96,26 @@ class StateBeforeCall:
         known: Known,
         watched: bool,
     ) -> None:
-        self.once = next((part.once for part in reached if part.once), None)
+        self.once = next(filter(None, [part.once for part in reached]), None)
         self._reached = reached
         self._copied = [place.now() for part in reached for place in part.copied]
         self._numbers = numbers
         self._known = known
         self._watched = watched
+        self._given = [(tensor, tensor_version(tensor)) for tensor in given] if given else []
         # On fake tensors there are no values to keep.
-        tensors = reached[0].tensors if not world().is_simulated else []
-        self._given = [(tensor, tensor_version(tensor)) for tensor in given]
+        tensors = reached[0].tensors if reached[0].tensors and not world().is_simulated else ()
         self._tensors = [(t, tensor_version(t), t.detach().clone(), t.requires_grad) for t in tensors]
 
     def ended(self) -> None:
         """The call is over: drops copies of what it did not change."""
-        self._tensors = [kept for kept in self._tensors if tensor_version(kept[0]) != kept[1]]
+        if self._tensors:
+            self._tensors = [kept for kept in self._tensors if tensor_version(kept[0]) != kept[1]]
         if self._watched and not self._known.changes:
             self._known.changes = not all(part.same.hold() for part in self._reached)
-        for name, place in self._numbers.items():
-            if not place.is_same():
-                self._known.draws.add(name)
-        self._numbers = {name: place for name, place in self._numbers.items() if name in self._known.draws}
+        if self._numbers:
+            self._known.draws.update(name for name, place in self._numbers.items() if not place.is_same())
+            self._numbers = {name: place for name, place in self._numbers.items() if name in self._known.draws}
 
     def put_back(self) -> Callable[[], None]:
         """Gives everything the state before the call. Returns a function that undoes this, and what is done then.

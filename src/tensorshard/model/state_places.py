@@ -7,20 +7,23 @@ a place costs about 25 ns an entry and calls no code of the user's.
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice, repeat
-from operator import is_, methodcaller
+from operator import is_
 from types import CellType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from tensorshard.model.host_random import numpy_random_state, set_numpy_random_state
+from tensorshard.model.objects import contents_of
 
 _LARGE = 1000  # of a container with more entries only the number of entries is compared
 _OURS = "_tensorshard"
+_PLAIN_DICTS = (dict, OrderedDict, defaultdict)
 _MISSING = object()
 
 # What every module's ``__dict__`` holds. Hooks and registered tensors are not the user's state; ``training`` is.
@@ -28,6 +31,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 
 Replaced = Mapping[int, Any]
 """Other tensors to put in the places of some, by the ids of the latter."""
+
+HostStates = tuple[Any, Any]
 
 
 class Place(ABC):
@@ -58,36 +63,37 @@ def _same_values(holder: Any, values: Sequence[Any], kept: Sequence[Any]) -> boo
 
 
 class SamePlaces:
-    """Says of many places at once whether all of them are the same, in about 5 us a block: in most calls they are."""
+    """Says of many places at once whether all of them are the same, in about 2 us a block: in most calls they are.
+
+    The contents of all plain dicts are compared in one pass, over views of them that are made once.
+    """
 
     def __init__(self, places: Sequence[Place]) -> None:
         tables = [place for place in places if isinstance(place, Attributes)]
-        self._holders = [place.holder for place in tables]
-        self._sizes = [len(place.names) for place in tables]
+        entries = [place for place in places if type(place) is Entries]
+        empty = [place for place in entries if not place.keys]
+        dicts = [place for place in entries if type(place.holder) in _PLAIN_DICTS and 0 < len(place.keys) <= _LARGE]
+        compared = {id(place) for place in (*tables, *dicts, *empty)}
+        self._empty = [place.holder for place in empty]
+        self._others = [place.is_same for place in places if id(place) not in compared]
+        self._holders = [*(place.holder for place in tables), *(place.holder for place in dicts)]
+        self._sizes = [len(place.values) for place in (*tables, *dicts)]
         # What every module has comes first in its ``__dict__``, and is left out.
-        first = [next((i for i, name in enumerate(p.names) if not _is_machinery(name)), len(p.names)) for p in tables]
-        self._firsts = first
-        self._values = tuple(v for place, start in zip(tables, first, strict=True) for v in place.values[start:])
-        self._empty = [place.holder for place in places if type(place) is Entries and not place.keys]
-        self._others = [
-            place.is_same
-            for place in places
-            if not isinstance(place, Attributes) and not (type(place) is Entries and not place.keys)
-        ]
+        self._firsts = [next((i for i, n in enumerate(p.names) if not _is_machinery(n)), len(p.names)) for p in tables]
+        self._tables = [place.holder.values() for place in tables]
+        self._views = [view for place in dicts for view in (place.holder.values(), place.holder.keys())]
+        parts = [place.values[first:] for place, first in zip(tables, self._firsts, strict=True)]
+        self._values = tuple(chain(*parts, *(part for place in dicts for part in (place.values, place.keys))))
 
     def hold(self) -> bool:
         """Whether all are the same."""
-        holders = self._holders
-        values = map(islice, map(_VALUES, holders), self._firsts, repeat(None))
+        views = chain(map(islice, self._tables, self._firsts, repeat(None)), self._views)
         return (
-            list(map(len, holders)) == self._sizes
-            and all(map(is_, chain.from_iterable(values), self._values))
+            list(map(len, self._holders)) == self._sizes
+            and all(map(is_, chain.from_iterable(views), self._values))
             and not any(self._empty)
-            and all(is_same() for is_same in self._others)
+            and (not self._others or all(is_same() for is_same in self._others))
         )
-
-
-_VALUES = methodcaller("values")
 
 
 class Attributes(Place):
@@ -191,7 +197,7 @@ class Named(Place):
         self.values = tuple(getattr(holder, name, _MISSING) for name in names)
 
     def is_same(self) -> bool:
-        return all(getattr(self.holder, n, _MISSING) is v for n, v in zip(self.names, self.values, strict=True))
+        return all(map(is_, map(getattr, repeat(self.holder), self.names, repeat(_MISSING)), self.values))
 
     def now(self) -> "Named":
         return Named(self.holder, self.names)
@@ -213,7 +219,7 @@ class Variables(Place):
         self.values = tuple(namespace.get(name, _MISSING) for name in names)
 
     def is_same(self) -> bool:
-        return all(self.namespace.get(n, _MISSING) is v for n, v in zip(self.names, self.values, strict=True))
+        return all(map(is_, map(self.namespace.get, self.names, repeat(_MISSING)), self.values))
 
     def now(self) -> "Variables":
         return Variables(self.namespace, self.names)
@@ -247,14 +253,6 @@ class Enclosed(Place):
 def content_of(cell: CellType) -> Any:
     """What the variable holds, or an object that stands for nothing."""
     return next(iter(contents_of(cell)), _MISSING)
-
-
-def contents_of(cell: CellType) -> tuple[Any, ...]:
-    """What the variable holds; nothing if it was not given a value yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
 
 
 class Copied(Place):
@@ -324,3 +322,37 @@ def _same_numbers(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same_numbers(one[key], other[key]) for key in one)
     return _same_bytes(one, other) if hasattr(one, "tobytes") else bool(one == other)
+
+
+def host_random_states() -> HostStates:
+    """The states of Python's and of numpy's global generator. They are equal if nothing was drawn in between."""
+    return random.getstate(), numpy_random_state()
+
+
+def set_host_random_states(states: HostStates) -> None:
+    """Puts back what :func:`host_random_states` returned."""
+    random.setstate(states[0])
+    set_numpy_random_state(states[1])
+
+
+def numpy_random_state() -> Any:
+    """The state of numpy's global generator, of plain values that can be compared."""
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return name, keys.tobytes(), *rest
+
+
+def set_numpy_random_state(state: Any) -> None:
+    """Puts back what :func:`numpy_random_state` returned."""
+    name, keys, *rest = state
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+@contextmanager
+def host_random_restored() -> Iterator[None]:
+    """Leaves both generators as they were."""
+    states = host_random_states()
+    try:
+        yield
+    finally:
+        set_host_random_states(states)

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tensorshard.models.checks import check_dropout, check_sizes, check_tokens
-from tensorshard.models.layers import MLP, SelfAttention
+from tensorshard.models.layers import MLP, SelfAttention, check_dropout, check_sizes, check_tokens
 
 
 class Bert(nn.Module):

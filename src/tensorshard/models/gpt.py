@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tensorshard.models.checks import check_dropout, check_sizes, check_tokens
-from tensorshard.models.layers import PreNormBlock
+from tensorshard.models.layers import PreNormBlock, check_dropout, check_sizes, check_tokens
 
 
 class GPT(nn.Module):

@@ -1,7 +1,10 @@
-"""The parts of a Transformer that the reference models share."""
+"""The parts that the reference models share: a Transformer's blocks, losses, and checks of arguments."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+IGNORED_TARGET = -100
 
 
 class SelfAttention(nn.Module):
@@ -73,3 +76,58 @@ class PreNormBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy summed over the targets that count, and how many those are.
+
+    The sum and the count are returned separately because batches differ in how many targets count: the mean over
+    several of them is the sum of sums over the sum of counts.
+
+    Args:
+        logits: ``[..., vocab_size]``; 16-bit ones are summed in fp32.
+        targets: int64 ``[...]``; -100 where there is nothing to predict.
+
+    Returns:
+        The sum in nats and the count, each a tensor without dimensions, of the logits' type or fp32 if that
+        is wider.
+    """
+    logits = _at_least_fp32(logits)
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    return total, (targets != IGNORED_TARGET).sum().to(logits.dtype)
+
+
+# The data decide what is predicted, the next token or a masked one. The loss is the same.
+masked_token_loss = next_token_loss
+
+
+def image_classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of ``[batch, num_classes]`` logits, in nats; 16-bit ones are averaged in fp32."""
+    return F.cross_entropy(_at_least_fp32(logits), targets)
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise a ValueError unless every size is at least 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; expected at least 1.")
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise a ValueError unless ``dropout`` is a probability below 1."""
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout}; expected 0 or more and less than 1.")
+
+
+def check_tokens(tokens: Tensor, context_length: int) -> None:
+    """Raise a ValueError unless ``tokens`` is ``[batch, time]``, with at most ``context_length`` of time."""
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens have the shape {list(tokens.shape)}; expected [batch, time].")
+    if tokens.shape[1] > context_length:
+        raise ValueError(
+            f"tokens are {tokens.shape[1]} long; this model was built for a context_length of at most {context_length}."
+        )

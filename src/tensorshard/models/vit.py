@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tensorshard.models.checks import check_dropout, check_sizes
-from tensorshard.models.layers import PreNormBlock
+from tensorshard.models.layers import PreNormBlock, check_dropout, check_sizes
 
 
 class ViT(nn.Module):

@@ -1,14 +1,12 @@
 """Parallel layers and losses, like ``torch.nn``: TorchShard's names."""
 
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.loss.heads.loss.margins import ArcFace, CosFace
-from tensorshard.loss.heads.module.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
-from tensorshard.loss.softmax_cross_entropy import CrossEntropyOutput
+from tensorshard.loss.formulas import CrossEntropyOutput
+from tensorshard.loss.heads.parallel_linear_cross_entropy import ParallelLinearCrossEntropy
+from tensorshard.loss.margins import ArcFace, CosFace
 from tensorshard.nn import functional, init
-from tensorshard.nn.embedding import ParallelEmbedding
-from tensorshard.nn.linear import ParallelLinear
-from tensorshard.nn.loss import ParallelCrossEntropyLoss
-from tensorshard.nn.register import RegisterParallelDim
+from tensorshard.nn.cross_entropy_loss import ParallelCrossEntropyLoss
+from tensorshard.nn.split_layers import ParallelEmbedding, ParallelLinear, RegisterParallelDim
 
 __all__ = [
     "ArcFace",

@@ -17,7 +17,7 @@ __all__ = ["shard_init_helper_"]
 def shard_init_helper_(
     init_method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Initialises a tensor in place as `init_method` would initialise the whole of it.
+    """Initialises a tensor in place as `init_method` would initialise the full one.
 
     The values are those that the first rank of the group draws for the full tensor; the random seeds of the other ranks
     do not matter. A split parameter gets its shard of them, and a parameter that every rank holds in full gets all of
@@ -53,11 +53,11 @@ def shard_init_helper_(
         if size is None:
             size = sum(primitives.exchange_sizes(shape[layout.dim], group, tensor.device))
         shape[layout.dim] = size
-    whole = tensor.new_empty(shape)
-    init_method(whole, *args, **kwargs)
-    if _has_values(whole):
-        dist.broadcast(whole, group_src=0, group=group)
-    tensor.copy_(own_shard(whole, layout))
+    full = tensor.new_empty(shape)
+    init_method(full, *args, **kwargs)
+    if _has_values(full):
+        dist.broadcast(full, group_src=0, group=group)
+    tensor.copy_(own_shard(full, layout))
     return tensor
 
 

@@ -7,9 +7,8 @@ from concurrent.futures import Future
 
 import torch
 
-from tensorshard.offload.folders import scratch_folder
 from tensorshard.offload.scratch_file import ScratchFile, round_up
-from tensorshard.offload.slots import CountedSlot, HostSlot, Slot, Slots, SlotSpec
+from tensorshard.offload.tiers import CountedSlot, HostSlot, Slot, SlotSpec, Tiers
 
 _KIND = "activations"
 _GROWTH = 1 << 24  # bytes by which the file grows at least
@@ -50,18 +49,18 @@ class ActivationSpace:
     since its page cache is dropped before every update.
 
     Args:
-        slots: activations use its budget of host memory and its folder, and appear in its table.
+        tiers: activations use its budget of host memory and its folder, and appear in its table.
 
     Raises:
-        ValueError: the folder cannot hold a scratch file, see :func:`.folders.open_unnamed`.
+        ValueError: the folder cannot hold a scratch file, see :func:`.scratch_file.open_unnamed`.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._tier = slots.offload.activations
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._tier = tiers.offload.activations
         self._file: ScratchFile | None = None
-        if slots.offload.uses_disk and not slots.fake:
-            self._file = ScratchFile(scratch_folder(slots.offload.path), _LOST)
+        if tiers.offload.uses_disk and not tiers.fake:
+            self._file = ScratchFile(tiers.offload.folder, _LOST)
         self._free: list[tuple[int, int]] = []  # (start, bytes) of the file, in order, never adjacent
         # Slots that are no longer needed, with the writes that must end before they can be used again. Garbage
         # collection may call give_back at any time, in any thread. So give_back only appends to this.
@@ -94,17 +93,17 @@ class ActivationSpace:
         """
         self._collect()
         size = round_up(nbytes)
-        in_memory = self._tier == "cpu" and self._slots.borrow(size)
+        in_memory = self._tier == "cpu" and self._tiers.reserve(size)
         where = "host memory" if in_memory else "disk"
         slot: Slot
-        if self._slots.fake:
+        if self._tiers.fake:
             slot = _ActivationsPlace(on_disk=not in_memory)
         elif in_memory:
             slot = HostSlot(SlotSpec(_KIND, nbytes, torch.uint8))
         else:
             slot = self._take_of_file(size)
         self._lent[where] += size
-        self._slots.note(_KIND, where, self._lent[where])
+        self._tiers.note(_KIND, where, self._lent[where])
         return slot
 
     def give_back(self, slot: Slot, nbytes: int, writes: Sequence[Future[None]]) -> None:
@@ -124,7 +123,7 @@ class ActivationSpace:
             if isinstance(slot, ActivationSlot):
                 self._put_back(slot.start, slot.nbytes)
             elif not on_disk:
-                self._slots.borrow(-size)
+                self._tiers.reserve(-size)
 
     def _take_of_file(self, size: int) -> ActivationSlot:
         assert self._file is not None

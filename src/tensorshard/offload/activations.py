@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorshard.comm.world import world
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.offload.activation_space import ActivationSpace
-from tensorshard.offload.slots import Slot, Slots
-from tensorshard.offload.storage_bytes import bytes_of, on_bytes
+from tensorshard.offload.tiers import Slot, Tiers
 from tensorshard.offload.transfers import Reading, Transfers
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.fake_tensors import FakeTensor
@@ -135,23 +136,22 @@ class OffloadedActivations:
     """Moves what blocks keep for backward, on one rank.
 
     A block whose backward always follows its own forward at once, such as a model's last block, keeps its tensors on
-    the
-    device: they would be read before they are written.
+    the device: they would be read before they are written.
 
     Args:
-        slots: what goes where. Half of its ``buffer_memory`` is for activations; all of it, if no states are offloaded.
+        tiers: what goes where. Half of its ``buffer_memory`` is for activations; all of it, if no states are offloaded.
             Half of that is for writing, and half for reading ahead.
 
     Raises:
         ValueError: the folder cannot hold a scratch file.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self.space = ActivationSpace(slots)
-        share = slots.offload.activation_buffer_bytes // 2
+    def __init__(self, tiers: Tiers) -> None:
+        self.space = ActivationSpace(tiers)
+        share = tiers.offload.activation_buffer_bytes // 2
         self._ahead_bytes = share
-        self._transfers = Transfers(share, share // _REQUESTS, _REQUESTS, copies=slots.copies, reads=True)
-        self._device = torch.device("cpu") if slots.copies is None else slots.copies.device
+        self._transfers = Transfers(share, share // _REQUESTS, _REQUESTS, copies=tiers.copies, reads=True)
+        self._device = torch.device("cpu") if tiers.copies is None else tiers.copies.device
         self._modules: dict[int, list[nn.Module]] = {}  # of each block
         self._moved: dict[int, tuple[StorageWeakRef, int, ReferenceType[_Record]]] = {}  # by the storage's address
         self._ahead: WeakSet[_Record] = WeakSet()  # records that were read ahead, or are being read ahead
@@ -161,7 +161,11 @@ class OffloadedActivations:
 
     # -- forward --
 
-    def forward(self, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def surround(self, block: nn.Module) -> None:
+        """Moves what each forward of `block` keeps for backward; with recomputation, its inputs."""
+        wrap_forward(block, Role.OFFLOADED_ACTIVATIONS, partial(self.forward, block))
+
+    def forward(self, block: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Calls ``forward(*args, **kwargs)``, and moves what it keeps for backward."""
         if not torch.is_grad_enabled() or is_in_backward():  # recomputation needs the tensors at once
             return forward(*args, **kwargs)
@@ -321,3 +325,27 @@ def _is_of_parameter(tensor: torch.Tensor) -> bool:
     while node is not None and node.name() in _VIEWS_AND_CASTS:
         node = node.next_functions[0][0]
     return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the storage of `tensor`, [bytes] of uint8, in the same memory."""
+    storage = tensor.untyped_storage()
+    if not world().is_simulated:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+    count = storage.nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+
+def on_bytes(
+    memory: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor in the `memory` that :func:`bytes_of` gave, or in other bytes.
+
+    Args:
+        offset: of its first element, in elements.
+    """
+    if not world().is_simulated:
+        tensor = torch.empty(0, dtype=dtype, device=memory.device)
+        return tensor.set_(memory.untyped_storage(), offset, size, stride)  # type: ignore[call-overload]
+    whole = memory.numel() // dtype.itemsize * dtype.itemsize
+    return memory[:whole].view(dtype).as_strided(size, stride, offset)

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.offload.offloaded_states import tiles
-from tensorshard.offload.slots import DeviceSlot, Slot, Slots, laid_out_like
+from tensorshard.offload.background_update import BackgroundUpdate
+from tensorshard.offload.tiers import DeviceSlot, Slot, Tiers, laid_out_like
 from tensorshard.offload.transfers import Move, Transfers, Work
-from tensorshard.offload.update_behind import UpdateBehind
+from tensorshard.offload.updates import tiles
 from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.tensors import storage_address, tensor_version
 
@@ -24,18 +24,18 @@ class OffloadedGradients:
 
     Args:
         places: where each master weight's gradient goes.
-        slots: all slots.
+        tiers: of all slots.
         transfers: writes to them.
-        behind: the update that may still read the last step's gradients.
+        background: the update that may still read the last step's gradients.
     """
 
     def __init__(
-        self, places: Mapping[nn.Parameter, Slot], slots: Slots, transfers: Transfers, behind: UpdateBehind
+        self, places: Mapping[nn.Parameter, Slot], tiers: Tiers, transfers: Transfers, background: BackgroundUpdate
     ) -> None:
         self._places = places
-        self._slots = slots
+        self._tiers = tiers
         self._transfers = transfers
-        self._behind = behind
+        self._background = background
         self._norms: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # the norm, with the gradient's version
         self._written: list[nn.Parameter] = []  # by transfers under way
         self._settled = False
@@ -59,7 +59,7 @@ class OffloadedGradients:
         if slot is None or local is None:
             return
         if self._failure is None:
-            self._behind.finish()  # all ranks learn of a failure after backward
+            self._background.finish()  # all ranks learn of a failure after backward
             try:
                 if known:
                     self._add(slot, local.reshape(-1))
@@ -80,10 +80,10 @@ class OffloadedGradients:
 
     def _add(self, slot: Slot, values: torch.Tensor) -> None:
         """Adds `values`, on the device, to what is in `slot`."""
-        assert self._slots.copies is not None
+        assert self._tiers.copies is not None
         self.finish()
         self._settle()
-        slot_of_values = DeviceSlot(values, self._slots.copies, self._slots.copies.given())
+        slot_of_values = DeviceSlot(values, self._tiers.copies, self._tiers.copies.given())
         most = self._transfers.elements(values.dtype, slot.tensor.dtype)
         self._transfers.run(
             Work(
@@ -99,7 +99,7 @@ class OffloadedGradients:
     def _settle(self) -> None:
         if not self._settled:
             self._settled = True
-            self._slots.settle()
+            self._tiers.sync_mapping()
 
     def finish(self) -> None:
         """Waits until all gradients that were taken can be read."""

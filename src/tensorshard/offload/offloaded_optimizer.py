@@ -11,20 +11,19 @@ from torch import nn
 
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import world
+from tensorshard.offload.background_update import BackgroundUpdate
 from tensorshard.offload.offloaded_gradients import OffloadedGradients
-from tensorshard.offload.offloaded_states import OffloadedStates, options_now, tiles
-from tensorshard.offload.slots import TILE_ALIGNMENT, OffloadedMaster, Slot, Slots, SlotSpec, laid_out_like
-from tensorshard.offload.tile_updates import Tile, TileUpdates
+from tensorshard.offload.tiers import TILE_ALIGNMENT, OffloadedMaster, Slot, SlotSpec, Tiers, laid_out_like
 from tensorshard.offload.transfers import Move, Transfers, Work
-from tensorshard.offload.update_behind import UpdateBehind
-from tensorshard.offload.updates import state_keys, tile_update
+from tensorshard.offload.updates import OffloadedStates, Tile, TileUpdates, options_now, state_keys, tile_update, tiles
+from tensorshard.plan.storage import Update
 from tensorshard.torch_private.optimizers import step_without_hooks
 from tensorshard.torch_private.tensors import storage_address
 
 _WORKS = 8  # buffers that are filled, used and emptied in turn
 
 
-class OffloadedOptimizer:
+class OffloadedOptimizer(Update):
     """Replaces an optimizer's ``step()`` by one with offloaded states. The update is the same to the last bit.
 
     The optimizer keeps its class, groups and options. The tensors in ``optimizer.state`` are the offloaded states. They
@@ -33,15 +32,13 @@ class OffloadedOptimizer:
     Args:
         masters: the trained master weights, by name, in the order in which forward needs them.
         dtypes: of the states of each of them, by their keys, for optimizers without a tile update.
-        slots: where the states go.
+        tiers: where the states go.
         offloaded: the master weights that are offloaded themselves, by name.
         agree: called at the end of each step that uses a disk, with this rank's error, if any. It raises if there was
             an error on any rank.
 
     Attributes:
-        factor: the next step multiplies gradients by it; None for no factor.
-        returns_early: whether the next step returns while its update goes on.
-        behind: the update that goes on, which the next step waits for.
+        background: the update that goes on after a step, which the next step waits for.
         gradients: those that are offloaded; None if they stay on the device.
 
     Raises:
@@ -53,21 +50,21 @@ class OffloadedOptimizer:
         optimizer: torch.optim.Optimizer,
         masters: Mapping[str, nn.Parameter],
         dtypes: Mapping[str, Mapping[str, torch.dtype]],
-        slots: Slots,
+        tiers: Tiers,
         *,
         offloaded: Mapping[str, OffloadedMaster],
         agree: Callable[[Exception | None], None],
     ) -> None:
-        self.factor: torch.Tensor | float | None = None
-        self.returns_early = False
-        self.behind = UpdateBehind()
-        self._told = True  # whether all ranks know how the last update ended
+        self.background = BackgroundUpdate()
+        self._pending = False  # the ranks do not know yet how the last update ended
+        self._step_scale: torch.Tensor | float | None = None  # of the gradients of the step that the Engine takes
+        self._returns_early = False  # that step does
         self._optimizer = optimizer
-        self._slots = slots
+        self._tiers = tiers
         self._agree = agree
         update = tile_update(optimizer)
         self._updates = None if update is None else TileUpdates(optimizer, update)
-        if slots.offload.overlap and update is None:
+        if tiers.offload.overlap and update is None:
             raise ValueError(
                 f"offload.overlap=True was given with {type(optimizer).__name__}, whose own step updates one parameter "
                 f"after the other; set offload.overlap=False, or use Adam, AdamW, SGD or Adagrad with common options"
@@ -78,7 +75,7 @@ class OffloadedOptimizer:
         kinds = {name: self._state_dtypes(name, master, dtypes) for name, master in tensors.items()}
         wanted = [(n, key, dtype) for n, keys in kinds.items() for key, dtype in keys.items()]
         specs = [SlotSpec("optimizer states", to_local(tensors[n]).numel(), dtype) for n, _, dtype in wanted]
-        made = slots.add(slots.offload.optimizer or "cpu", specs)
+        made = tiers.add(tiers.offload.optimizer or "cpu", specs)
         places: dict[str, dict[str, Slot]] = {name: {} for name in tensors}
         for (name, key, _), slot in zip(wanted, made, strict=True):
             places[name][key] = slot
@@ -88,11 +85,11 @@ class OffloadedOptimizer:
         }
         self._transfers = self._make_transfers()
         self.gradients: OffloadedGradients | None = None
-        if slots.offload.gradients is not None:
+        if tiers.offload.gradients is not None:
             every = [SlotSpec("gradients", to_local(m).numel(), m.dtype) for m in tensors.values()]
-            gradient_slots = slots.add(slots.offload.gradients, every)
+            gradient_slots = tiers.add(tiers.offload.gradients, every)
             self.gradients = OffloadedGradients(
-                dict(zip(tensors.values(), gradient_slots, strict=True)), slots, self._transfers, self.behind
+                dict(zip(tensors.values(), gradient_slots, strict=True)), tiers, self._transfers, self.background
             )
         self._adopt()
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait())
@@ -101,47 +98,53 @@ class OffloadedOptimizer:
         this = self
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
-            return this.step(closure)
+            return this._torch_step(closure)
 
         # With torch's hooks before and after every step.
         optimizer.step = MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     @property
-    def written(self) -> set[torch.Tensor]:
-        """The master weights for which the step itself writes the copies that forward computes with."""
+    def copied(self) -> set[torch.Tensor]:
         return {m for m, o in self._offloaded.items() if o.place is not None and self._updates is not None}
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the last step returned before its update was over, and the ranks do not know yet how that ended."""
-        return not self._told
+    def moves_gradients(self) -> bool:
+        return self.gradients is not None
+
+    @property
+    def reserves_states(self) -> bool:
+        return True
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending
 
     def wait(self) -> None:
-        """Waits until the last update is over, on this rank.
-
-        Raises:
-            Exception: it failed; other ranks learn of it in :meth:`finish`.
-        """
-        failure = self.behind.finish()
+        failure = self.background.finish()
         if failure is not None:
             raise failure
 
     def finish(self) -> None:
-        """Waits until the last update is over on all ranks. A collective if :attr:`is_behind`.
-
-        Raises:
-            Exception: it failed on some rank.
-        """
-        if self.is_behind:
+        if self._pending:
             self._agree(self.take_failure())
 
     def take_failure(self) -> Exception | None:
         """Waits for the end of the last update, and returns its error, if any, for all ranks."""
-        self._told = True
-        return self.behind.take_failure()
+        self._pending = False
+        return self.background.take_failure()
+
+    def gradient_norm(self, master: nn.Parameter) -> torch.Tensor | None:
+        return None if self.gradients is None else self.gradients.norm(master)
+
+    def step(self, masters: Iterable[nn.Parameter], scale: torch.Tensor | float | None) -> None:
+        self._step_scale, self._returns_early = scale, self._tiers.offload.overlap
+        try:
+            self._optimizer.step()
+        finally:
+            self._step_scale, self._returns_early = None, False
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def _torch_step(self, closure: Any = None) -> Any:
         """One update of all parameters that have a gradient.
 
         Raises:
@@ -152,14 +155,13 @@ class OffloadedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         self.finish()
-        factor, self.factor = self.factor, None
+        factor = self._step_scale
         on_host = factor.to("cpu") if isinstance(factor, torch.Tensor) else factor  # the host makes the updates
-        returns_early, self.returns_early = self.returns_early, False
-        failure = self._slots.take_failure()
+        failure = self._tiers.take_failure()
         if self.gradients is not None:
             failure = self.gradients.begin_update() or failure
         changed = [o for o in self._offloaded.values() if o.master.grad is not None]
-        if returns_early and not world().is_simulated:
+        if self._returns_early and not world().is_simulated:
             self._start(changed, on_host, failure)
         else:
             self._update_now(changed, on_host, failure)
@@ -178,28 +180,28 @@ class OffloadedOptimizer:
                 self._update_tiles(changed, factor)
             else:
                 self._scale((o.master for o in changed), factor)
-                self._slots.settle()
+                self._tiers.sync_mapping()
                 self._transfers.run(self._works_of_others(changed))
         except OSError as error:
             failure = error
-        if self._slots.offload.uses_disk:
+        if self._tiers.offload.uses_disk:
             self._agree(failure)
 
     def _start(
         self, changed: Sequence[OffloadedStates], factor: torch.Tensor | float | None, failure: OSError | None
     ) -> None:
         self._begin(changed)
-        masters = self.behind.in_order(o.master for o in changed)
+        masters = self.background.in_order(o.master for o in changed)
         ordered = [self._offloaded[master] for master in masters]
-        self._told = False
-        self.behind.start(partial(self._update_tiles, ordered, factor), masters, failure)
+        self._pending = True
+        self.background.start(partial(self._update_tiles, ordered, factor), masters, failure)
 
     # -- optimizers whose kernels are known: tiles --
 
     def _begin(self, changed: Sequence[OffloadedStates]) -> None:
         options = options_now(self._optimizer)
         # The device has been given all work with the old weights by now.
-        given = None if self._slots.copies is None else self._slots.copies.given()
+        given = None if self._tiers.copies is None else self._tiers.copies.given()
         for o in changed:
             if o.device_copy is not None:
                 o.device_copy.after = given
@@ -209,7 +211,7 @@ class OffloadedOptimizer:
             o.count_step(self._optimizer)
 
     def _update_tiles(self, changed: Sequence[OffloadedStates], factor: torch.Tensor | float | None) -> None:
-        self._slots.settle()
+        self._tiers.sync_mapping()
         self._transfers.run(self._works(changed, factor))
 
     def _works(self, changed: Iterable[OffloadedStates], factor: torch.Tensor | float | None) -> Iterator[Work]:
@@ -241,7 +243,7 @@ class OffloadedOptimizer:
         self, together: Sequence[tuple[OffloadedStates, int, list[Move]]], factor: torch.Tensor | float | None
     ) -> Work:
         ends = [o.master for o, start, _ in together if o.is_done_when_written and self._is_last(o, start)]
-        written = partial(self.behind.done, ends) if ends else None
+        written = partial(self.background.done, ends) if ends else None
         moved = [move for _, _, moves in together for move in moves]
         [(first, start, _), *others] = together
         # Tiles of one parameter have the same size but for the last, with which its update ends.
@@ -277,7 +279,7 @@ class OffloadedOptimizer:
             if self._is_last(o, start):
                 o.gradient_in_memory = None
                 if not o.is_done_when_written:
-                    self.behind.done([o.master])
+                    self.background.done([o.master])
 
     # -- other optimizers: a parameter at a time --
 
@@ -343,18 +345,18 @@ class OffloadedOptimizer:
                     state[key] = o.shown(slot)
 
     def _make_transfers(self) -> Transfers:
-        budget = self._slots.offload.buffer_bytes - self._slots.offload.activation_buffer_bytes
+        budget = self._tiers.offload.buffer_bytes - self._tiers.offload.activation_buffer_bytes
         self._work_bytes = budget // _WORKS
         if self._updates is None:
             largest = max((sum(s.nbytes for s in o.specs()) for o in self._offloaded.values()), default=1)
             if largest > budget:
                 raise ValueError(
                     f"offload moves all states of one parameter at a time with {type(self._optimizer).__name__}, whose "
-                    f"largest are {largest:,} bytes, and offload.buffer_memory={self._slots.offload.buffer_memory!r}; "
+                    f"largest are {largest:,} bytes, and offload.buffer_memory={self._tiers.offload.buffer_memory!r}; "
                     f"set it to {largest} or more (Adam, AdamW, SGD and Adagrad need less)"
                 )
-            return Transfers(budget, largest, copies=self._slots.copies)
-        return Transfers(budget, self._work_bytes, copies=self._slots.copies)
+            return Transfers(budget, largest, copies=self._tiers.copies)
+        return Transfers(budget, self._work_bytes, copies=self._tiers.copies)
 
     def _is_last(self, o: OffloadedStates, start: int) -> bool:
         return start + self._elements_of(o) >= o.weights.numel()

@@ -3,18 +3,24 @@ time."""
 
 import mmap
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.decisions import succeed_together
 from tensorshard.host.process_settings import give_back_free_memory, map_tensors_from
+from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.offload.scratch_file import round_up
-from tensorshard.offload.slots import TILE_ALIGNMENT, Slot, Slots, SlotSpec
+from tensorshard.offload.tiers import TILE_ALIGNMENT, OffloadedMaster, Slot, SlotSpec, Tiers
+from tensorshard.plan.storage import ParameterUnits, Place, UpdateProgress
+from tensorshard.torch_private.fsdp import gather_from, padded_shards, replace_shards
 
 _THREADS = 8  # requests under way at once
 # A unit's parameters and gradients are allocated and freed all the time, and a heap returns little to the system. A
@@ -85,26 +91,25 @@ class _Buffer:
         return failure
 
 
-class OffloadedParameters:
+class OffloadedParameters(ParameterUnits):
     """Reads units of parameters into memory for as long as they are gathered.
 
     The first step shows the order of units in forward and in backward. While a unit computes, the next one is read. So
     two units are in memory, and no more.
 
     Args:
-        slots: where the parameters go.
-
-    Attributes:
-        gathered_as: the type to which all of them are cast when they are read; None for their own.
-        is_current: says whether no update of some master weights is under way. Only then are they read ahead.
+        tiers: where the parameters go.
+        gathered_as: the type to which all of them are cast when they are read for a device with memory of its own; None
+            for their own.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        if not slots.fake:
+    def __init__(self, tiers: Tiers, gathered_as: torch.dtype | None = None) -> None:
+        if not tiers.fake:
             map_tensors_from(_MAPPED_BYTES)
-        self.gathered_as: torch.dtype | None = None
-        self.is_current: Callable[[Sequence[nn.Parameter]], bool] = lambda _: True
-        self._slots = slots
+        self._gathered_as = None if tiers.copies is None else gathered_as
+        self._is_current: Callable[[Sequence[nn.Parameter]], bool] = lambda _: True  # no update of them is under way
+        self._refused: Exception | None = None
+        self._tiers = tiers
         self._pool: ThreadPoolExecutor | None = None
         self._free: list[_Memory] = []
         self._sizes: Counter[int] = Counter()  # how many units have a buffer of this size
@@ -113,9 +118,34 @@ class OffloadedParameters:
         self._next: dict[Hashable, ParameterUnit] = {}
 
     @property
-    def is_off_device(self) -> bool:
-        """Whether the device computes in other memory than that into which units are read."""
-        return self._slots.copies is not None
+    def on_host(self) -> bool:
+        return self._tiers.copies is not None
+
+    def keep(self, group: Any) -> Mapping[nn.Parameter, Place]:
+        shards = padded_shards(group)
+        try:
+            unit = self.add(list(shards.values()), list(shards))
+        except (ValueError, OSError) as error:
+            # Other ranks may wait for this rank's values of later units. These take no memory here.
+            self._refused = self._refused or error
+            replace_shards(group, [shard.new_zeros(1).expand(shard.numel()) for shard in shards.values()])
+            return {}
+        replace_shards(group, [slot.tensor for slot in unit.slots])
+        gather_from(group, partial(self.read, unit))
+        return {master: OffloadedMaster(slot) for master, slot in zip(shards, unit.slots, strict=True)}
+
+    def check_room(self, group: dist.ProcessGroup) -> None:
+        succeed_together(self._check_not_refused, group, "parallelize")
+
+    def _check_not_refused(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+
+    def watch_forwards(self, model: nn.Module) -> None:
+        hook_root(model, RootRole.OFFLOADED_PARAMETERS, before=lambda *_: self.begin())
+
+    def watch_updates(self, update: UpdateProgress) -> None:
+        self._is_current = update.is_done
 
     def add(self, shards: Sequence[torch.Tensor], masters: Sequence[nn.Parameter] = ()) -> ParameterUnit:
         """Makes a unit that holds the values of `shards`, which are flat. They may be freed once this returns.
@@ -127,10 +157,10 @@ class OffloadedParameters:
             ValueError: there is no space for them.
             OSError: the disk failed.
         """
-        tier = self._slots.offload.parameters
+        tier = self._tiers.offload.parameters
         assert tier is not None
         unit = ParameterUnit(
-            self._slots.add(tier, [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards]),
+            self._tiers.add(tier, [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards]),
             masters,
         )
         self._sizes[self._size(unit)] += 1
@@ -145,18 +175,13 @@ class OffloadedParameters:
         return unit
 
     def begin(self) -> None:
-        """Called before each forward of the model, so that it sees what was written to the parameters since the last
-        one.
-
-        It also returns the memory that the last step freed to the system.
-        """
+        """Called before each forward. It also returns the memory that the last step freed to the system."""
         self.forget()
-        self._slots.settle()
-        if not self._slots.fake:
+        self._tiers.sync_mapping()
+        if not self._tiers.fake:
             give_back_free_memory()
 
     def forget(self) -> None:
-        """Called after the parameters were changed: drops what was read ahead."""
         self._drop_ahead()
         self._previous = None
 
@@ -164,7 +189,7 @@ class OffloadedParameters:
     def read(self, unit: ParameterUnit, phase: Hashable) -> Iterator[list[torch.Tensor]]:
         """Gives the values of `unit`, one flat tensor for each slot, until the context ends.
 
-        If the disk fails they are zeros, and :attr:`.Slots.failure` says so: an exception here would leave other ranks
+        If the disk fails they are zeros, and :attr:`.Tiers.failure` says so: an exception here would leave other ranks
         waiting.
 
         Args:
@@ -173,7 +198,7 @@ class OffloadedParameters:
         buffer = self._take(unit)
         failure = buffer.wait()
         if failure is not None:
-            self._slots.failure = failure
+            self._tiers.failure = failure
             for tensor in (*buffer.tensors, *buffer.narrow):
                 tensor.zero_()
         try:
@@ -184,7 +209,7 @@ class OffloadedParameters:
             self._next[self._previous] = unit
         self._previous = unit, phase, torch.is_grad_enabled()
         ahead = self._next.get(self._previous)
-        if ahead is not None and self._ahead is None and self.is_current(ahead.masters):
+        if ahead is not None and self._ahead is None and self._is_current(ahead.masters):
             self._ahead = self._buffer(ahead)
             self._submit(self._ahead, write=False)
 
@@ -209,7 +234,7 @@ class OffloadedParameters:
         size = self._size(unit)
         memory = next((free for free in self._free if len(free) == size), None)
         if memory is None:
-            memory = _Memory(size, self._slots.fake)
+            memory = _Memory(size, self._tiers.fake)
         else:
             self._free.remove(memory)
         buffer = _Buffer(unit, memory)
@@ -218,17 +243,17 @@ class OffloadedParameters:
             own = memory.bytes[offset : offset + slot.tensor.nbytes]
             buffer.tensors.append(own.view(slot.tensor.dtype))
             offset += _nbytes(slot)
-        if self.gathered_as is None:
+        if self._gathered_as is None:
             return buffer
         for slot in unit.slots:
-            count = slot.tensor.numel() * self.gathered_as.itemsize
-            buffer.narrow.append(memory.bytes[offset : offset + count].view(self.gathered_as))
+            count = slot.tensor.numel() * self._gathered_as.itemsize
+            buffer.narrow.append(memory.bytes[offset : offset + count].view(self._gathered_as))
             offset += round_up(count)
         return buffer
 
     def _size(self, unit: ParameterUnit) -> int:
         """Bytes of a buffer for `unit`."""
-        narrow = 0 if self.gathered_as is None else self.gathered_as.itemsize
+        narrow = 0 if self._gathered_as is None else self._gathered_as.itemsize
         return unit.nbytes + sum(round_up(slot.tensor.numel() * narrow) for slot in unit.slots)
 
     def _keep(self, buffer: _Buffer) -> None:

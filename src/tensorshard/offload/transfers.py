@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tensorshard.comm.world import world
-from tensorshard.common.repetitions import repetitions
+from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.offload.device_copies import CopyToHost, DeviceCopies
 from tensorshard.offload.scratch_file import round_up
-from tensorshard.offload.slots import TILE_ALIGNMENT, Slot
+from tensorshard.offload.tiers import TILE_ALIGNMENT, Slot
 
 _MOST_BYTES = 24  # of an element: its gradient, master weight, three states and fp32 copy
 _THREADS = 8  # requests under way at once; a disk is at its full rate with four of some MiB each
@@ -267,20 +267,20 @@ class Transfers:
             self._run_without_memory(works)
             return
         self.drain()
-        ahead: deque[_UnderWay] = deque()
-        behind: deque[_UnderWay] = deque()
-        most_ahead = self._count // 2 if self._count > 2 else 0
+        reading: deque[_UnderWay] = deque()
+        writing: deque[_UnderWay] = deque()
+        most_read = self._count // 2 if self._count > 2 else 0
         try:
             for work in works:
-                ahead.append(self._start(work, behind))
-                if len(ahead) > most_ahead:
-                    self._finish(ahead.popleft(), behind)
-            while ahead:
-                self._finish(ahead.popleft(), behind)
-            while behind:
-                self._recycle(behind.popleft())
+                reading.append(self._start(work, writing))
+                if len(reading) > most_read:
+                    self._finish(reading.popleft(), writing)
+            while reading:
+                self._finish(reading.popleft(), writing)
+            while writing:
+                self._recycle(writing.popleft())
         except BaseException:
-            for under_way in (*ahead, *behind):
+            for under_way in (*reading, *writing):
                 for transfer in under_way.transfers:
                     transfer.cancel()
                     transfer.exception() if not transfer.cancelled() else None
@@ -289,20 +289,20 @@ class Transfers:
 
     def _run_without_memory(self, works: Iterable[Work]) -> None:
         """Computes on fake tensors, and counts what would be moved."""
-        for _, alike in groupby(works, lambda work: object() if work.kind is None else work.kind):
-            row = list(alike)
+        for _, of_one_kind in groupby(works, lambda work: object() if work.kind is None else work.kind):
+            row = list(of_one_kind)
             for work in row:
                 for move in work.moves:
                     move.slot.moved += move.buffer_bytes * (move.read + move.write)
-            for turn in repetitions([slice(i, i + 1) for i in range(len(row))]):
+            for turn in loop_slices([slice(i, i + 1) for i in range(len(row))]):
                 [work] = row[turn]
                 work.compute([torch.empty(move.numel, dtype=move.dtype) for move in work.moves])
 
-    def _start(self, work: Work, behind: deque[_UnderWay]) -> _UnderWay:
+    def _start(self, work: Work, writing: deque[_UnderWay]) -> _UnderWay:
         pool = self._threads_of_pool()
         if work.buffer_bytes > self._largest:
             raise ValueError(f"a work needs {work.buffer_bytes} bytes, and buffers have {self._largest}")
-        started = _UnderWay(work, self._buffer(behind))
+        started = _UnderWay(work, self._buffer(writing))
         view, offset = memoryview(started.buffer), 0
         for move in work.moves:
             memory = view[offset : offset + move.buffer_bytes]
@@ -324,12 +324,12 @@ class Transfers:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tensorshard-offload")
         return self._pool
 
-    def _buffer(self, behind: deque[_UnderWay]) -> mmap.mmap:
+    def _buffer(self, writing: deque[_UnderWay]) -> mmap.mmap:
         if not self._buffers and self._made < self._count:
             self._made += 1
             return mmap.mmap(-1, self._largest)
         while not self._buffers:
-            self._recycle(behind.popleft())
+            self._recycle(writing.popleft())
         return self._buffers.pop()
 
     def _recycle(self, written: _UnderWay) -> None:
@@ -340,8 +340,8 @@ class Transfers:
         if written.work.written is not None:
             written.work.written()
 
-    def _finish(self, started: _UnderWay, behind: deque[_UnderWay]) -> None:
-        behind.append(started)  # so that it is waited for after a failure
+    def _finish(self, started: _UnderWay, writing: deque[_UnderWay]) -> None:
+        writing.append(started)  # so that it is waited for after a failure
         started.wait()
         started.work.compute(started.tensors)
         self._submit_writes(started)

@@ -4,18 +4,26 @@ A tile's gradient, weights and states fit in a processor's cache. So casting and
 the 16-bit copy of its weights together read and write main memory once. One pass over the whole model for each of them
 would do so several times. The kernels are those that the optimizer itself calls, and they compute element by element.
 Only at a tensor's end, which may not be a whole vector, a kernel may round differently. So tiles begin at multiples of
-:data:`~tensorshard.offload.slots.TILE_ALIGNMENT`.
+:data:`~tensorshard.offload.tiers.TILE_ALIGNMENT`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from tensorshard.comm.sharding import to_local
+from tensorshard.comm.world import world
+from tensorshard.offload import compiled_adamw
+from tensorshard.offload.tiers import DeviceSlot, OffloadedMaster, Slot, SlotSpec, laid_out_like
 from tensorshard.torch_private.operators import fused_adam_
+
+_CACHE_ELEMENTS = 1 << 16  # of each tensor, for each thread: gradient, weights and two states in 1 MiB
 
 States = dict[str, torch.Tensor | None]
 """A tile's states by their keys; None for a state that begins with this update. The update then sets it."""
@@ -23,6 +31,198 @@ States = dict[str, torch.Tensor | None]
 TileUpdate = Callable[[Mapping[str, Any], torch.Tensor, torch.Tensor, States, torch.Tensor], None]
 """Called with a parameter group's options, a tile's weights, gradient and states, and the count of earlier steps (which
 it does not change)."""
+
+
+@dataclass
+class OffloadedStates:
+    """The states of one parameter.
+
+    Args:
+        master: the master weight, which the optimizer updates.
+        weights: this rank's shard of it, flat, if it is in memory.
+        states: the slots of its states, by their keys.
+        place: of the shard, if it is offloaded itself.
+    """
+
+    name: str
+    master: nn.Parameter
+    weights: torch.Tensor
+    states: dict[str, Slot]
+    place: OffloadedMaster | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its group, at this step
+    step: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # its count before this step
+    fresh: frozenset[str] = frozenset()  # states that begin with this step
+    gradient: Slot | None = None  # of this step, if it is offloaded
+    gradient_in_memory: torch.Tensor | None = None  # else this one, flat
+
+    @property
+    def is_done_when_written(self) -> bool:
+        """Whether forward has to wait for the update's writes: to offloaded weights, or to a device's copy."""
+        return self.place is not None and self.place.copy is None
+
+    def shown(self, slot: Slot) -> torch.Tensor:
+        """A state as the optimizer shows it: laid out as the master weight."""
+        return laid_out_like(self.master, slot.tensor)
+
+    @property
+    def device_copy(self) -> DeviceSlot | None:
+        """The slot for the weights in the memory of a device that computes with them; None if there is none."""
+        return None if self.place is None else self.place.device_copy
+
+    def begin(self, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], gradient: Slot | None) -> None:
+        """Notes what an update needs, so that later changes of the optimizer do not affect it.
+
+        From now on, the optimizer also shows the states that begin with this update.
+
+        Args:
+            options: of the parameter's group; they are a copy.
+            gradient: its slot; None if it is in memory.
+
+        Raises:
+            ValueError: the options ask for other states than there is room for.
+        """
+        needed = set(state_keys(optimizer, options))
+        if needed != set(self.states):
+            raise ValueError(
+                f"the options of {type(optimizer).__name__} now ask for the states {sorted(needed)} of "
+                f"{self.name!r}, and space was reserved for {sorted(self.states)}; give these options when the "
+                f"optimizer is made"
+            )
+        assert self.master.grad is not None
+        self.options = options
+        self.weights = to_local(self.master.detach()).view(-1)
+        self.gradient = gradient
+        self.gradient_in_memory = to_local(self.master.grad).reshape(-1) if gradient is None else None
+        if counts_steps(optimizer):
+            state = optimizer.state[self.master]
+            if "step" not in state:
+                state["step"] = initial_step(optimizer, options)
+            self.step = state["step"].clone()
+        if self.states:
+            state = optimizer.state[self.master]
+            self.fresh = frozenset(key for key in self.states if key not in state)
+            state.update({key: self.shown(slot) for key, slot in self.states.items() if key in self.fresh})
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adds this step to the optimizer's count of steps."""
+        if counts_steps(optimizer):
+            optimizer.state[self.master]["step"] += 1
+
+    def specs(self) -> list[SlotSpec]:
+        """The sizes and types of its states."""
+        return [SlotSpec("", slot.tensor.numel(), slot.tensor.dtype) for slot in self.states.values()]
+
+
+def options_now(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A copy of the options of each group, since schedulers may change them, also in place."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def tiles(numel: int, most: int) -> Iterator[tuple[int, int]]:
+    """Where each tile of at most `most` elements begins, and how many it has."""
+    for start in range(0, numel, most):
+        yield start, min(most, numel - start)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A part of a parameter, with all that an update of it reads and writes: flat tensors of one length.
+
+    Args:
+        of: the parameter.
+        states: by their keys.
+        factor: multiplies the gradients; None for no factor.
+        copy: gets the new weights in its own type; None for no copy.
+    """
+
+    of: OffloadedStates
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    states: dict[str, torch.Tensor]
+    factor: torch.Tensor | float | None
+    copy: torch.Tensor | None
+
+    def part(self, start: int, count: int) -> "Tile":
+        """The tile of `count` elements from `start` on."""
+        within = slice(start, start + count)
+        return Tile(
+            self.of,
+            self.weights[within],
+            self.gradient[within],
+            {key: tensor[within] for key, tensor in self.states.items()},
+            self.factor,
+            None if self.copy is None else self.copy[within],
+        )
+
+
+class TileUpdates:
+    """Updates tiles as an optimizer would.
+
+    Args:
+        update: the optimizer's, see :func:`tile_update`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, update: TileUpdate) -> None:
+        self._is_adam = isinstance(optimizer, torch.optim.Adam)
+        self._update = update
+        self._scratch = torch.empty(0)
+
+    def run(self, tile: Tile) -> None:
+        """Updates `tile`: in one pass over memory if possible, the rest in parts that fit the cache."""
+        numel, done = tile.weights.numel(), self._in_one_pass(tile)
+        # Fake tensors need no parts.
+        most = numel if world().is_simulated else _CACHE_ELEMENTS * torch.get_num_threads()
+        for start, count in tiles(numel - done, most):
+            part = tile.part(done + start, count)
+            self._by_kernels(part)
+            if part.copy is not None:
+                part.copy.copy_(part.weights)
+
+    def _in_one_pass(self, tile: Tile) -> int:
+        """Updates as many of the first elements as one pass can; returns how many these are."""
+        o = tile.of
+        if not self._is_adam or world().is_simulated:
+            return 0
+        if not compiled_adamw.does(o.options, tile.weights, tile.gradient, *tile.states.values()):
+            return 0
+        averages = tile.states["exp_avg"], tile.states["exp_avg_sq"]
+        step, factor = int(o.step.item()) + 1, None if tile.factor is None else float(tile.factor)
+        narrow = tile.copy if tile.copy is not None and tile.copy.dtype == torch.bfloat16 else None
+        done = compiled_adamw.update(o.options, tile.weights, tile.gradient, averages, step, factor=factor, copy=narrow)
+        if tile.copy is not None and narrow is None:
+            tile.copy[:done].copy_(tile.weights[:done])
+        return done
+
+    def _by_kernels(self, tile: Tile) -> None:
+        given: dict[str, torch.Tensor | None] = {
+            key: None if key in tile.of.fresh and begins_with_gradient(key) else value
+            for key, value in tile.states.items()
+        }
+        self._update(tile.of.options, tile.weights, self._scaled(tile), given, tile.of.step)
+        for key, value in given.items():
+            if value is not None and value is not tile.states[key]:
+                tile.states[key].copy_(value)
+
+    def _scaled(self, tile: Tile) -> torch.Tensor:
+        """The gradient as the update takes it: in the type of the weights, multiplied."""
+        gradient, dtype, factor = tile.gradient, tile.weights.dtype, tile.factor
+        if factor is None and gradient.dtype == dtype:
+            return gradient
+        if self._scratch.numel() < gradient.numel() or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(gradient.numel(), dtype=dtype)
+        scaled = self._scratch[: gradient.numel()]
+        if factor is not None and gradient.dtype == dtype:
+            torch.mul(gradient, factor, out=scaled)
+            return scaled
+        scaled.copy_(gradient)
+        return scaled if factor is None else scaled.mul_(factor)
 
 
 def _adam(

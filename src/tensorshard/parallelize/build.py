@@ -1,4 +1,4 @@
-"""Builds an Engine from a model and a Plan."""
+"""Builds an Engine from a model and a Plan: checks, world, initial weights, mesh, passes, Engine."""
 
 import logging
 from collections.abc import Callable
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.comm.decisions import check_same
+from tensorshard.comm.decisions import broadcast_first, check_same
 from tensorshard.comm.groups import world_group
+from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.world import (
     DEFAULT_TIMEOUT,
     as_timedelta,
@@ -20,35 +21,42 @@ from tensorshard.comm.world import (
     world,
     world_size,
 )
+from tensorshard.data_parallel.shard_units import shard_units
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
 from tensorshard.engine.guards.optimizer_probe import check_optimizer
-from tensorshard.engine.offload import open_tiers
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
 from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
-from tensorshard.model.generation_cache import GenerationCache
+from tensorshard.model.blocks import find_blocks
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
-from tensorshard.parallelize.apply_passes import apply_plan
-from tensorshard.parallelize.arguments import as_device, check_arguments
+from tensorshard.model.transformers_settings import GenerationCache
+from tensorshard.parallelize.checks import as_device, check_arguments, check_model
 from tensorshard.parallelize.decisions import Decisions
-from tensorshard.parallelize.model_checks import check_model
-from tensorshard.parallelize.replaced_parameters import refuse_in_forwards
-from tensorshard.parallelize.restore_on_error import UsersModules, is_just_built
-from tensorshard.parallelize.sharded_mark import check_not_laid_out, mark_laid_out
+from tensorshard.parallelize.parallel_layers import split_by_hand
+from tensorshard.parallelize.parallelized_models import (
+    check_not_parallelized,
+    mark_parallelized,
+    refuse_old_parameters,
+)
+from tensorshard.parallelize.part import Part, PassContext
+from tensorshard.parallelize.passes import apply_passes
+from tensorshard.parallelize.restore_on_error import RestoreOnError, is_just_built
 from tensorshard.passes.precision import check_supported
 from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import DeviceStorage, Storage
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 
 logger = logging.getLogger("tensorshard")
 
 
-def lay_out_engine(
+def build_engine(
     model: nn.Module | PretrainedModel | Callable[[], nn.Module],
     plan: Plan,
     *,
@@ -78,45 +86,35 @@ def lay_out_engine(
     patience = as_timedelta(timeout)
     # Parallel layers that were built by hand know their parts only if their parameters have values.
     built = isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
-    split = "tp" if built else "refused"
     users_parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    with UsersModules() as users, kept_random_state(device):
+    with RestoreOnError() as restored, kept_random_state(device):
         if isinstance(model, nn.Module):
-            users.keep(model)
-            check_model(model, plan, split=split)
+            restored.note(model)
+            check_model(model, plan, split="tp" if built else "refused")
             _check_rules(model, own_rules(model), optimizer)
         join_world(device, timeout=patience)
-        source, agreed, rules = _weights_of(model, seed, users, decisions)
+        source, agreed, rules = _weights_of(model, seed, restored, decisions)
         with explained("parallelize"):
             check_same(_described(plan, seed, source.module), world_group(), "parallelize")
         if isinstance(model, PretrainedModel):
             source = model.source(source, world_group())
-        check_model(source.module, plan, split=split)
         if not isinstance(model, nn.Module):
+            check_model(source.module, plan)
             _check_rules(source.module, rules, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
-        heap = None
-        if device.type == "cpu" and not world().is_simulated:
-            heap = HostHeap(
-                ranks_here(),
-                spares_memory=plan.spares_memory,
-                keeps_nothing=plan.offloaded is not None and plan.offloaded.parameters is not None,
-                say=mesh.rank == 0,
-            )
-            if mesh.world_size > 1:
-                schedule_as_batch()
-        slots = open_tiers(plan, mesh, device, off_device=off_device)
+        heap = _host_heap(plan, mesh) if device.type == "cpu" and not world().is_simulated else None
+        storage = open_storage(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)
         with cache.off():
-            sharded = apply_plan(
+            sharded = shard_model(
                 source,
                 plan,
                 mesh,
                 device,
                 broadcast=broadcast,
                 sample_inputs=sample_inputs,
-                slots=slots,
+                storage=storage,
                 decisions=decisions,
             )
         if debug:
@@ -135,7 +133,7 @@ def lay_out_engine(
             cache=cache,
             own_rules=rules,
             debug=debug,
-            slots=slots,
+            storage=storage,
             heap=heap,
         )
         check_optimizer(
@@ -158,6 +156,81 @@ def lay_out_engine(
     return engine
 
 
+def open_storage(plan: Plan, mesh: Mesh, device: torch.device, *, off_device: bool | None = None) -> Storage:
+    """Where this rank's states, parameters and activations go. A collective of the mesh, if the plan offloads.
+
+    Args:
+        off_device: whether offloaded values leave the device's memory for the host's; None to ask the device.
+
+    Raises:
+        ValueError: the folder cannot hold a scratch file, or `device` cannot offload under this plan.
+    """
+    if plan.offloaded is None:
+        return DeviceStorage()
+    from tensorshard.offload.tiered_storage import open_tiers
+
+    return open_tiers(plan, plan.offloaded, mesh, device, off_device=off_device)
+
+
+def shard_model(
+    source: TensorSource,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    broadcast: bool,
+    sample_inputs: Any = None,
+    storage: Storage,
+    decisions: Decisions | None = None,
+) -> ShardedModel:
+    """The source's model, sharded over `mesh` as `plan` says, with its values on `device`.
+
+    Args:
+        broadcast: whether all ranks take the values of the mesh's first rank, because their own may differ.
+        sample_inputs: inputs on which the model is run to find out how it can be split and cut; None to guess them.
+        storage: where values are kept.
+        decisions: decisions of another rank of this plan, to use again; None to decide.
+    """
+    model = source.module
+    decisions = Decisions() if decisions is None else decisions
+    by_hand = split_by_hand(model) if mesh.degrees["tp"] > 1 else {}
+    if mesh.degrees["tp"] > 1 and decisions.table is None and not by_hand:
+        from tensorshard.parallelize.split_tensors import choose_table
+
+        decisions.table = choose_table(source, plan, mesh, sample_inputs)
+    context = PassContext(plan, mesh, device, decisions.table, by_hand, storage=storage)
+    if mesh.degrees["pp"] > 1:
+        from tensorshard.parallelize.stages import shard_stages
+
+        return shard_stages(source, decisions, context, broadcast=broadcast, sample_inputs=sample_inputs)
+
+    def value_of(name: str) -> torch.Tensor:
+        value = gather_full(source.tensor(name).to(device), by_hand.get(name))
+        return broadcast_first(value, mesh.world_group) if broadcast else value
+
+    part = Part(
+        model,
+        value_of,
+        blocks=list(dict.fromkeys(find_blocks(model).values())) or [model],  # a model without blocks is one
+        units=shard_units(model, plan.shard_units),
+        computed=dict(model.named_modules()),
+        full_model=model,
+    )
+    return apply_passes(part, context)
+
+
+def _host_heap(plan: Plan, mesh: Mesh) -> HostHeap:
+    """The heap of a rank that computes on the host, which shares its cores with others."""
+    if mesh.world_size > 1:
+        schedule_as_batch()
+    return HostHeap(
+        ranks_here(),
+        spares_memory=plan.spares_memory,
+        keeps_nothing=plan.offloads_parameters,
+        say=mesh.rank == 0,
+    )
+
+
 def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Parameter]) -> None:
     """From now on, what is read or written in ways that would mislead says so."""
     sharded = engine.sharded
@@ -165,15 +238,15 @@ def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Par
         view.begin(engine.optimizer)
     sharded.protect()
     share_host_random_state(engine.mesh)
-    mark_laid_out([source.module, sharded.model], "tensorshard.parallelize")
+    mark_parallelized([source.module, sharded.model], "tensorshard.parallelize")
     mark_replaced(users_parameters)
-    refuse_in_forwards(source)
+    refuse_old_parameters(source)
 
 
 def _weights_of(
     model: nn.Module | PretrainedModel | Callable[[], nn.Module],
     seed: int,
-    users: UsersModules,
+    restored: RestoreOnError,
     decisions: Decisions | None,
 ) -> tuple[TensorSource, bool, list[OwnRule]]:
     """Where the initial weights come from; whether they are the same on every rank by construction; and the rules of
@@ -184,21 +257,21 @@ def _weights_of(
             if again is not None:
                 return again, True, list(decisions.recorded[1])
         rules: list[OwnRule] = []
-        users_own = False
+        is_the_users = False
 
         def build() -> nn.Module:
-            nonlocal users_own
+            nonlocal is_the_users
             built = model.build() if isinstance(model, PretrainedModel) else model()
             if isinstance(built, nn.Module):
                 if not is_just_built(built):
-                    users_own = True
-                    users.keep(built)
-                    check_not_laid_out(built)
+                    is_the_users = True
+                    restored.note(built)
+                    check_not_parallelized(built)
                 rules[:] = take_own_rules(built)
             return built
 
         source = record(build, seed=seed)
-        if decisions is not None and isinstance(source, Recording) and not users_own:
+        if decisions is not None and isinstance(source, Recording) and not is_the_users:
             again = source.again()
             if again is not None:
                 decisions.recorded = again, list(rules)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tensorshard.model.trains_itself import OwnRule
-    from tensorshard.pipeline.run.crossings import Shapes
+    from tensorshard.pipeline.run.cut_cache import CutCache
     from tensorshard.pipeline.trace.call_graph import CallGraph
     from tensorshard.pipeline.trace.tracer import Tracer
-    from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+    from tensorshard.tensor_parallel.table.table import VerifiedTable
     from tensorshard.weights.initial.recording import Recording
 
 
@@ -45,5 +45,5 @@ class Decisions:
 
     table: "VerifiedTable | None" = None
     recorded: "tuple[Recording, list[OwnRule]] | None" = None
-    shapes: "Shapes | None" = None
+    shapes: "CutCache | None" = None
     traced: dict[Any, Traced] | None = None

@@ -20,15 +20,15 @@ from tensorshard.weights.initial.source import named_tensors
 
 def split_by_hand(model: nn.Module) -> dict[str, ParallelMark]:
     """How parameters and buffers of `model` are split, by their names. Those that are not split are left out."""
-    found = {name: layout_of(tensor) for name, tensor in named_tensors(model)}
-    return {name: mark for name, mark in found.items() if mark is not None and mark.dim is not None}
+    marks = {name: layout_of(tensor) for name, tensor in named_tensors(model)}
+    return {name: mark for name, mark in marks.items() if mark is not None and mark.dim is not None}
 
 
 def check_split_by_hand(model: nn.Module, plan: Plan) -> None:
     """Refuses a model with parallel layers that `plan` cannot take as they are.
 
     Args:
-        plan: a resolved plan of the whole world.
+        plan: a resolved plan of all ranks.
 
     Raises:
         ValueError: layers over other ranks than the plan's tensor-parallel ones; a plan that would split layers or a
@@ -42,12 +42,13 @@ def check_split_by_hand(model: nn.Module, plan: Plan) -> None:
                 f"group="
             )
         first = dist.get_rank() // plan.tp * plan.tp
-        held = dist.get_process_group_ranks(mark.group)
-        if held != list(range(first, first + plan.tp)):
+        ranks = dist.get_process_group_ranks(mark.group)
+        expected = list(range(first, first + plan.tp))
+        if ranks != expected:
             raise ValueError(
-                f"{name!r} is split over the ranks {held} already, but this plan's tensor-parallel ranks, with "
-                f"tp={plan.tp}, are {list(range(first, first + plan.tp))}: use tp={len(held)} where the layers' groups "
-                f"are those of tensorshard.distributed.init_process_group({len(held)}), or give the model with plain "
+                f"{name!r} is split over the ranks {ranks} already, but this plan's tensor-parallel ranks, with "
+                f"tp={plan.tp}, are {expected}: use tp={len(ranks)} where the layers' groups "
+                f"are those of tensorshard.distributed.init_process_group({len(ranks)}), or give the model with plain "
                 f"layers"
             )
         refused = {"pp": plan.pp > 1, "tp_plan": plan.tp_plan is not None, "sequence_parallel": plan.sequence_parallel}
@@ -57,7 +58,7 @@ def check_split_by_hand(model: nn.Module, plan: Plan) -> None:
                     f"{name!r} is split by hand, and this plan has {field}={getattr(plan, field)!r}, which needs "
                     f"layers that it splits itself: leave {field} out, or give the model with plain layers"
                 )
-        check_can_split(_layout(mark), len(held), name)
+        check_can_split(_layout(mark), len(ranks), name)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import nn
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory
-from tensorshard.parallelize.arguments import as_device, check_arguments
-from tensorshard.parallelize.build import lay_out_engine
+from tensorshard.parallelize.build import build_engine
+from tensorshard.parallelize.checks import as_device, check_arguments
 from tensorshard.plan.plan import Plan
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 
@@ -88,7 +88,7 @@ def parallelize(
     elif fixed is not None or sample_targets is not None:
         given = "fixed" if fixed is not None else "sample_targets"
         raise ValueError(f"{given} was given with a Plan; it is for parallelize(model, 'auto', ...)")
-    return lay_out_engine(
+    return build_engine(
         model,
         plan,
         optimizer=optimizer,

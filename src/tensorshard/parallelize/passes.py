@@ -1,152 +1,147 @@
-"""Applies the transforms to one model, or one stage: tensor, logits, recompute, compile, precision, shard."""
+"""The passes that turn a model, or one stage of a pipeline, into a rank's part of it. :data:`PASSES` is their order."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from tensorshard.comm.decisions import succeed_together
-from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import assign_buffers
-from tensorshard.offload.offloaded_parameters import OffloadedParameters
-from tensorshard.offload.slots import Slots
-from tensorshard.parallelize.output_logits import find_output_logits
+from tensorshard.parallelize.parallel_layers import tensor_split_of
+from tensorshard.parallelize.part import Part, PassContext
+from tensorshard.parallelize.tiled_logits import find_output_logits
 from tensorshard.passes.batch_norm import synchronize_batch_norm
 from tensorshard.passes.compile import compile_blocks
 from tensorshard.passes.mixed_types import give_one_type
-from tensorshard.passes.offload_activations import offload_activations
 from tensorshard.passes.precision import DTYPES, keep_norms_fp32
 from tensorshard.passes.recompute import apply_recompute
-from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
-from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
 logger = logging.getLogger("tensorshard")
 
-Values = Callable[[str], torch.Tensor]
-"""Returns the whole value of a parameter or buffer, by its name, on this rank's device."""
+
+def apply_passes(part: Part, context: PassContext) -> ShardedModel:
+    """Applies all passes to `part`, and fills it with its values."""
+    for apply in PASSES:
+        apply(part, context)
+    assert part.sharded is not None
+    return part.sharded
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank lays out: a model, or a stage of one.
-
-    Args:
-        module: on the meta device.
-        repeated: the blocks, which are recomputed and compiled one by one.
-        units: lists of modules whose parameters are gathered and reduced together.
-        computed: the modules that this rank computes.
-        returns: whether the part returns the model's output, and not the input of another stage.
-    """
-
-    module: nn.Module
-    repeated: list[nn.Module]
-    units: list[list[nn.Module]]
-    computed: list[nn.Module]
-    returns: bool = True
+def batch_norm(part: Part, context: PassContext) -> None:
+    """Statistics of a batch are those of all data ranks."""
+    synchronize_batch_norm(part.computed, context.mesh.dp_group if context.mesh.dp_size > 1 else None)
 
 
-def lay_out(
-    part: Part,
-    value_of: Values,
-    split_tensors: Callable[[], TensorSplit],
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    slots: Slots | None = None,
-) -> ShardedModel:
-    """Applies the transforms to `part`, and fills it.
+def precision(part: Part, context: PassContext) -> None:
+    """Norms compute in fp32, and functions that want one type get it. Autocast surrounds the model's calls later."""
+    if context.plan.precision != "fp32":
+        keep_norms_fp32(part.computed.values())
+        give_one_type(part.computed.values())
 
-    Args:
-        slots: where offloaded values go.
-        value_of: called for one name after the other, in the model's order if other ranks depend on the order.
-        split_tensors: splits the part over the tensor-parallel ranks.
-    """
-    names = [name for name, _ in part.module.named_parameters()]
-    within = {inner for module in part.computed for inner in module.modules()}
-    computed = {name: module for name, module in part.module.named_modules() if module in within}
-    synchronize_batch_norm(computed, mesh.dp_group if mesh.dp_size > 1 else None)
-    if plan.precision != "fp32":
-        keep_norms_fp32(computed.values())
-        give_one_type(computed.values())
-    split = split_tensors()
-    logits = OutputLogits()
-    if part.returns:
-        logits = find_output_logits(
+
+def tensor_parallel(part: Part, context: PassContext) -> None:
+    """Layers compute this rank's part, random numbers are split, and blocks take parts of a sequence."""
+    if context.by_hand:
+        part.split = tensor_split_of(context.by_hand, context.mesh.group("tp"))
+    elif context.table is not None:
+        from tensorshard.parallelize.split_tensors import split_tensors
+
+        part.split = split_tensors(part, context.table, context)
+
+
+def tiled_logits(part: Part, context: PassContext) -> None:
+    """Output layers return logits that the loss computes in tiles."""
+    if part.returns_output:
+        part.logits = find_output_logits(
             part.module,
-            part.computed,
-            plan,
-            mesh,
-            repeated=part.repeated,
-            gathered=part.units if plan.shards_parameters else [],
-            split_outputs=split.outputs.sizes,
+            part.computed.values(),
+            context.plan,
+            context.mesh,
+            blocks=part.blocks,
+            gathered=part.units if context.plan.shards_parameters else [],
+            split_outputs=part.split.outputs.sizes,
         )
-    apply_recompute(part.repeated, plan.recompute, {module: name for name, module in part.module.named_modules()})
-    if plan.compile:
-        for sentence in compile_blocks(part.repeated, plan.recompute):
-            if mesh.rank == 0:
+
+
+def recompute(part: Part, context: PassContext) -> None:
+    """Blocks compute their activations again in backward."""
+    names = {module: name for name, module in part.module.named_modules()}
+    apply_recompute(part.blocks, context.plan.recompute, names)
+
+
+def compilation(part: Part, context: PassContext) -> None:
+    """Blocks are compiled."""
+    if context.plan.compile:
+        for sentence in compile_blocks(part.blocks, context.plan.recompute):
+            if context.mesh.rank == 0:
                 logger.warning("compile=True: %s", sentence)
-    if slots is not None and slots.activations is not None:
-        offload_activations(part.repeated, slots.activations)
+
+
+def offloaded_activations(part: Part, context: PassContext) -> None:
+    """What blocks keep for backward goes to another tier; with recomputation, their inputs."""
+    context.storage.move_activations(part.blocks)
+
+
+def buffers(part: Part, context: PassContext) -> None:
+    """Buffers get their values."""
+    assign_buffers(part.module, part.local_value, context.device)
+
+
+def data_parallel(part: Part, context: PassContext) -> None:
+    """Parameters get their values, and are sharded as the ZeRO level says; gradients are averaged."""
+    plan = context.plan
     reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
-
-    def local_value(name: str) -> torch.Tensor:
-        return split.local(name, value_of(name))
-
-    assign_buffers(part.module, local_value, device)
     if plan.shards_parameters:
         from tensorshard.data_parallel.fully_sharded import FullyShardedModel
 
-        offloads = slots is not None and slots.offload.parameters is not None
-        sharded = FullyShardedModel(
+        part.sharded = FullyShardedModel(
             part.module,
-            local_value,
+            part.local_value,
             part.units,
-            mesh,
-            split,
+            context.mesh,
+            part.split,
             precision=plan.precision,
             reduce_dtype=reduce_dtype,
-            offloaded=OffloadedParameters(slots) if slots is not None and offloads else None,
+            storage=context.storage,
         )
-        sharded.logits = logits
-        _show_whole(part.module, split, sharded)
-        if offloads:
-            succeed_together(sharded.check_offloaded, mesh.world_group, "parallelize")
-        return sharded
-    from tensorshard.data_parallel.replicated import ReplicatedModel
+    else:
+        from tensorshard.data_parallel.replicated import ReplicatedModel
 
-    replicated = ReplicatedModel(
-        part.module,
-        ((name, local_value(name)) for name in names),
-        part.units,
-        mesh,
-        split,
-        level=int(plan.zero),
-        precision=plan.precision,
-        reduce_dtype=reduce_dtype,
-        slots=None if slots is None or slots.offload.optimizer is None else slots,
-    )
-    replicated.logits = logits
-    _show_whole(part.module, split, replicated)
-    return replicated
+        names = [name for name, _ in part.module.named_parameters()]
+        part.sharded = ReplicatedModel(
+            part.module,
+            ((name, part.local_value(name)) for name in names),
+            part.units,
+            context.mesh,
+            part.split,
+            level=int(plan.zero),
+            precision=plan.precision,
+            reduce_dtype=reduce_dtype,
+            storage=context.storage,
+        )
+    part.sharded.logits = part.logits
 
 
-def _show_whole(module: nn.Module, split: TensorSplit, sharded: ShardedModel) -> None:
-    if split.size > 1:
-        from tensorshard.tensor_parallel.apply.whole_parameters import WholeParameters
+def full_parameters(part: Part, context: PassContext) -> None:
+    """Split parameters look full to code that is not the model's."""
+    assert part.sharded is not None
+    if part.split.size > 1:
+        from tensorshard.tensor_parallel.apply.user_views import UserViews
 
-        sharded.whole_views.append(WholeParameters(module, split, sharded.full_shapes()))
+        part.sharded.whole_views.append(UserViews(part.module, part.split, part.sharded.full_shapes()))
 
 
-def from_first_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """`value` as the mesh's first rank has it. A collective of the mesh.
+PASSES: tuple[Callable[[Part, PassContext], None], ...] = (
+    batch_norm,
+    precision,
+    tensor_parallel,
+    tiled_logits,
+    recompute,
+    compilation,
+    offloaded_activations,
+    buffers,
+    data_parallel,
+    full_parameters,
+)
+"""All passes, in the order in which they are applied. A pass that the plan does not ask for does nothing.
 
-    The value is received into a copy: `value` may be the user's own memory, and the plan may still be refused.
-    """
-    value = value.contiguous() if mesh.rank == 0 else value.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(value, group=mesh.world_group, group_src=0)
-    return value
+What runs around what in a module's forward is decided by :class:`tensorshard.model.forwards.Role`, not by this order.
+"""

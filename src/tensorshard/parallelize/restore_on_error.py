@@ -1,4 +1,4 @@
-"""A refused plan leaves the user's module unchanged: its state is noted before, and restored on a refusal."""
+"""A refused plan leaves the user's module unchanged: its state is noted before, and restored on an error."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.model.other_places import other_places
+from tensorshard.model.references import references_to
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 _TABLES = (dict, OrderedDict, list, set)
 
 
-class UsersModules:
-    """A context for laying a model out. If an exception leaves it, it restores the modules given to :meth:`keep`.
+class RestoreOnError:
+    """A context for applying a plan. If an exception leaves it, it restores the modules given to :meth:`note`.
 
-    It copies only references. No tensor of a kept module is written to before the plan is accepted, and all are held
-    until then in any case, since their values must still be laid out. It does not communicate with other ranks.
+    It copies only references. No tensor of such a module is written to before the plan is accepted, and all stay in
+    memory until then in any case, since their values are still needed. It does not communicate with other ranks.
     """
 
     def __init__(self) -> None:
         self._restore: list[Callable[[], None]] = []
 
-    def __enter__(self) -> "UsersModules":
+    def __enter__(self) -> "RestoreOnError":
         return self
 
     def __exit__(
@@ -37,7 +37,7 @@ class UsersModules:
                 restore()
         self._restore.clear()
 
-    def keep(self, model: nn.Module) -> None:
+    def note(self, model: nn.Module) -> None:
         """Notes the state of `model`: the attributes and class of each module, and the attributes of each tensor."""
         seen: dict[int, torch.Tensor] = {}
         for module in model.modules():
@@ -46,7 +46,7 @@ class UsersModules:
                 if id(tensor) not in seen:
                     seen[id(tensor)] = tensor
                     self._restore.append(_attributes_restorer(vars(tensor)))
-        for place, _ in other_places(model, lambda tensor: id(tensor) in seen):
+        for place, _ in references_to(model, lambda tensor: id(tensor) in seen):
             self._restore.append(partial(place.put, place.get()))
 
 

@@ -1,4 +1,4 @@
-"""Cuts a model into the stages of a pipeline. Each rank lays out its own stages."""
+"""Cuts a model into the stages of a pipeline. Each of a rank's stages goes through the passes as a full model does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.decisions import broadcast_first, decide_once
 from tensorshard.data_parallel.shard_units import stage_shard_units
 from tensorshard.model.blocks import find_blocks, select_modules
 from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.parameters import ParameterPlaces, like
 from tensorshard.model.sample_inputs import example_inputs
-from tensorshard.offload.slots import Slots
 from tensorshard.parallelize.decisions import Decisions, Traced
-from tensorshard.parallelize.passes import Part, from_first_rank, lay_out
-from tensorshard.parallelize.stage_tensor_split import fake_tensor_split, split_stage
+from tensorshard.parallelize.part import Part, PassContext
+from tensorshard.parallelize.passes import apply_passes
+from tensorshard.parallelize.split_tensors import fake_tensor_split
 from tensorshard.passes.mixed_types import give_one_type
 from tensorshard.passes.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
-from tensorshard.pipeline.cut.cut import Cut, cut_model
-from tensorshard.pipeline.run.crossings import Shapes, input_signature
+from tensorshard.pipeline.cut import Cut, cut_model
+from tensorshard.pipeline.run.cut_cache import CutCache, input_signature
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.trace.call_graph import CallGraph
@@ -28,9 +28,6 @@ from tensorshard.pipeline.trace.traced_run import UncuttableError
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
-from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.weights.initial import TensorSource
 
 _REMEDY = (
@@ -38,46 +35,51 @@ _REMEDY = (
 )
 
 
-def apply_pipeline(
-    source: TensorSource,
-    decisions: Decisions,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    broadcast: bool,
-    sample_inputs: Any,
-    slots: Slots | None = None,
+def shard_stages(
+    source: TensorSource, decisions: Decisions, context: PassContext, *, broadcast: bool, sample_inputs: Any
 ) -> PipelinedModel:
-    """This rank's stages of the source's model, laid out over the other axes of `mesh`.
+    """This rank's stages of the source's model, each sharded as `context` says.
 
     Args:
         decisions: the table of tensor parallelism, and the model's cut if another rank has decided it.
-        broadcast, sample_inputs, slots: as for :func:`tensorshard.parallelize.passes.apply_plan`.
+        broadcast, sample_inputs: as for :func:`tensorshard.parallelize.build.shard_model`.
 
     Raises:
         ValueError: the model cannot be cut; the error says where and why.
     """
-    model, found = source.module, decisions.table
+    model, mesh = source.module, context.mesh
     if decisions.shapes is None:
-        decisions.shapes = _cut(source, decisions, plan, mesh, device, sample_inputs)
+        decisions.shapes = _cut(source, decisions, context, sample_inputs)
     shapes = decisions.shapes
     stages = [StageModule(model, shapes, index) for index in mesh.stages]
-    value_of = _values(source, stages, mesh, device, broadcast=broadcast)
-    parts = [_lay_out_stage(stage, model, value_of, found, plan, mesh, device, slots) for stage in stages]
+    value_of = _values(source, stages, mesh, context.device, broadcast=broadcast)
+    parts = [apply_passes(_part_of(stage, model, value_of, context.plan), context) for stage in stages]
     return PipelinedModel(model, stages, parts, mesh)
 
 
-def _cut(
-    source: TensorSource,
-    decisions: Decisions,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    sample_inputs: Any,
-) -> Shapes:
+def _part_of(stage: StageModule, model: nn.Module, value_of: Callable[[str], torch.Tensor], plan: Plan) -> Part:
+    names = (
+        name for name in find_blocks(model) if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
+    )
+    blocks = list(dict.fromkeys(map(stage.module.get_submodule, names)))  # one may have several names
+    computed = {inner for unit in stage.units.values() for inner in unit.modules()}
+    return Part(
+        stage.module,
+        value_of,
+        blocks=blocks,
+        units=stage_shard_units(model, stage.module, plan.shard_units, blocks=blocks, units=stage.units),
+        computed={name: module for name, module in stage.module.named_modules() if module in computed},
+        full_model=model,
+        elsewhere=stage.elsewhere,
+        calls=tuple(call.unit for call in stage.cut.graph.calls),
+        returns_output=stage.is_last,
+    )
+
+
+def _cut(source: TensorSource, decisions: Decisions, context: PassContext, sample_inputs: Any) -> CutCache:
     """Where the model is cut into stages, and what crosses the cuts."""
-    tracer, graph, graphs, _ = _traced(source, decisions, plan, mesh, device, sample_inputs)
+    plan, mesh = context.plan, context.mesh
+    tracer, graph, graphs, _ = _traced(source, decisions, context, sample_inputs)
     if plan.micro_batches > 1 and graph.trained_writes:
         call, what = min(graph.trained_writes.items())
         raise UncuttableError(
@@ -88,62 +90,30 @@ def _cut(
     count = mesh.degrees["pp"] * mesh.stages_per_rank
     # Ranks may have parts of different sizes. They must all use the same cut.
     positions = decide_once(lambda: cut_model(graph, count, split=plan.pp_split).positions, mesh.world_group)
-    return Shapes(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
+    return CutCache(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
 
 
-def _traced(
-    source: TensorSource,
-    decisions: Decisions,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    sample_inputs: Any,
-) -> Traced:
+def _traced(source: TensorSource, decisions: Decisions, context: PassContext, sample_inputs: Any) -> Traced:
     """The model's run, or the run of an earlier plan if the model runs the same under both."""
+    plan = context.plan
     units = None if plan.pp_units is None else tuple(plan.pp_units)
-    key = (plan.tp, plan.sequence_parallel, mesh.index("tp"), plan.precision, units, input_signature(sample_inputs))
+    signature = input_signature(sample_inputs)
+    key = (plan.tp, plan.sequence_parallel, context.mesh.index("tp"), plan.precision, units, signature)
     known = None if decisions.traced is None else decisions.traced.get(key)
-    if known is not None and known.table is decisions.table:
+    if known is not None and known.table is context.table:
         return known
-    tracer = _tracer(source, decisions.table, plan, mesh, device)
-    with autocast(plan.precision, device):
+    tracer = _tracer(source, context)
+    with autocast(plan.precision, context.device):
         graph = _trace(tracer, source.module, sample_inputs)
-    traced = Traced(tracer, graph, {}, decisions.table)
+    traced = Traced(tracer, graph, {}, context.table)
     if decisions.traced is not None:
         decisions.traced[key] = traced
     return traced
 
 
-def _lay_out_stage(
-    stage: StageModule,
-    model: nn.Module,
-    value_of: Callable[[str], torch.Tensor],
-    found: VerifiedTable | None,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    slots: Slots | None,
-) -> ShardedModel:
-    names = (
-        name for name in find_blocks(model) if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
-    )
-    blocks = list(dict.fromkeys(map(stage.module.get_submodule, names)))  # one may have several names
-    part = Part(
-        stage.module,
-        repeated=blocks,
-        units=stage_shard_units(model, stage.module, plan.shard_units, blocks=blocks, units=stage.units),
-        computed=list(stage.units.values()),
-        returns=stage.is_last,
-    )
-
-    def split() -> TensorSplit:
-        return TensorSplit() if found is None else split_stage(stage, model, found, plan, mesh.group("tp"))
-
-    return lay_out(part, value_of, split, plan, mesh, device, slots)
-
-
-def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh: Mesh, device: torch.device) -> Tracer:
+def _tracer(source: TensorSource, context: PassContext) -> Tracer:
     """Runs the model on fake tensors as this rank will: in its precision, with its part of split layers."""
+    plan = context.plan
 
     def prepare(fake_copy: nn.Module) -> None:
         places = ParameterPlaces(fake_copy)
@@ -154,15 +124,15 @@ def _tracer(source: TensorSource, found: VerifiedTable | None, plan: Plan, mesh:
         if plan.precision != "fp32":
             keep_norms_fp32(fake_copy.modules())
             give_one_type(fake_copy.modules())
-        if found is not None:
-            fake_tensor_split(fake_copy, found, mesh.group("tp"))
+        if context.table is not None:
+            fake_tensor_split(fake_copy, context.table, context.mesh.group("tp"))
 
     # A model may decide by the values of its buffers what to run, but not by its parameters. So buffers have values.
     with_buffers = copy_with(
         source.module, lambda name, tensor: tensor if isinstance(tensor, nn.Parameter) else source.tensor(name)
     )
     units = None if plan.pp_units is None else _units(with_buffers, plan.pp_units)
-    return Tracer(with_buffers, units=units, device=device, prepare=prepare)
+    return Tracer(with_buffers, units=units, device=context.device, prepare=prepare)
 
 
 def _units(model: nn.Module, named: list[str]) -> list[str]:
@@ -202,13 +172,13 @@ def _values(
     copied = {name for name, _ in source.module.named_buffers()} if len(stages) > 1 else set()
     if not broadcast:
         return lambda name: source.tensor(name).to(device, copy=name in copied)
-    own = {name for stage in stages for name, _ in stage.module.named_parameters()}
-    own |= {name for stage in stages for name, _ in stage.module.named_buffers()}
-    held: dict[str, torch.Tensor] = {}
+    mine = {name for stage in stages for name, _ in stage.module.named_parameters()}
+    mine |= {name for stage in stages for name, _ in stage.module.named_buffers()}
+    received: dict[str, torch.Tensor] = {}
     # Every stage gets the first rank's values. The broadcast of each value takes all ranks, whatever stage it is for.
     model = source.module
     for name in [*dict(model.named_parameters()), *dict(model.named_buffers())]:
-        value = from_first_rank(source.tensor(name).to(device), mesh)
-        if name in own:
-            held[name] = value.cpu()
-    return lambda name: held[name].to(device, copy=name in copied)
+        value = broadcast_first(source.tensor(name).to(device), mesh.world_group)
+        if name in mine:
+            received[name] = value.cpu()
+    return lambda name: received[name].to(device, copy=name in copied)

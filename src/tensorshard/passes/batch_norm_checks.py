@@ -1,6 +1,6 @@
-"""Checks which batch normalizations can be synchronized exactly, by running them on a few samples."""
+"""Which batch normalizations can be synchronized exactly: their calls of ``batch_norm``, seen on a few samples."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.fake_copies import copy_with, random_values
 from tensorshard.model.forwards import runs_forward_of
-from tensorshard.model.running_statistics import keeps_statistics
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.passes.batch_norm_calls import BatchNormCalls
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.modules import BatchNormBase, clear_forward_hooks, own_buffers
 
@@ -84,7 +84,7 @@ def examine(module: nn.Module) -> Examined | None:
     channels = getattr(module, "num_features", None)
     if not isinstance(channels, int):
         channels = next((buffer.numel() for buffer in own_buffers(module).values() if buffer.dim() > 0), 1)
-    found: list[Examined] = []
+    broadcast: list[Examined] = []  # on inputs of fewer dimensions than it is made for, perhaps
     for size in _SIZES:
         shape = (_SAMPLES, channels, *size)
         try:
@@ -94,8 +94,8 @@ def examine(module: nn.Module) -> Examined | None:
             continue
         if keeps_shape:
             return examined
-        found.append(examined)  # inputs of fewer dimensions than it is made for may have been broadcast
-    return found[0] if found else None
+        broadcast.append(examined)
+    return broadcast[0] if broadcast else None
 
 
 def _examine(module: nn.Module, shape: tuple[int, ...]) -> tuple[Examined, bool]:
@@ -108,14 +108,14 @@ def _examine(module: nn.Module, shape: tuple[int, ...]) -> tuple[Examined, bool]
         clear_forward_hooks(inner)
     input = torch.randn(shape, generator=generator)
     start = [buffer.clone() for buffer in copied.buffers()]
-    found = []
+    runs = []
     with BatchNormCalls(_constants) as calls:
         for count in (_SAMPLES, _FEWER):
             with _unchanged_after(copied, start) as buffers:
                 outputs = tensor_leaves(copied.forward(input[:count].clone()))
-                found.append(([output[:_FEWER] for output in outputs], [b.clone() for b in buffers]))
+                runs.append(([output[:_FEWER] for output in outputs], [b.clone() for b in buffers]))
                 keeps_shape = all(output.shape == (count, *shape[1:]) for output in outputs)
-    examined = Examined(calls.count > 0, _same(found[0][0], found[1][0]) and _same(found[0][1], found[1][1]))
+    examined = Examined(calls.count > 0, _same(runs[0][0], runs[1][0]) and _same(runs[0][1], runs[1][1]))
     return examined, keeps_shape
 
 
@@ -144,3 +144,59 @@ def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
         for a, b in zip(one, other, strict=True)
     )
+
+
+class BatchNormCalls(TorchFunctionMode):
+    """A context in which `batch_norm` takes the place of torch's function in each call that uses batch statistics.
+
+    Args:
+        batch_norm: takes ``(input, running_mean, running_var, weight, bias, momentum, eps)``.
+
+    Attributes:
+        count: calls of torch's function so far, of either kind.
+    """
+
+    def __init__(self, batch_norm: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self._batch_norm = batch_norm
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._functional(*args, **kwargs)
+        if func is torch.batch_norm:
+            return self._native(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    # The arguments of torch's two functions, by their names.
+
+    def _functional(
+        self,
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        self.count += 1
+        if training:
+            return self._batch_norm(input, running_mean, running_var, weight, bias, momentum, eps)
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+    def _native(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> torch.Tensor:
+        return self._functional(input, running_mean, running_var, weight, bias, training, momentum, eps)

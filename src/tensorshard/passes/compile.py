@@ -4,21 +4,23 @@ Split layers are not compiled, since a compiled graph cannot contain their colle
 compiled in parts.
 """
 
+import logging
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from tensorshard.model.forwards import Role, convert_forward, replaces_forward, roles_of
+from tensorshard.model.forwards import TENSOR_PARALLEL_ROLES, Role, convert_forward, replaces_forward, roles_of
+from tensorshard.torch_private import messages
+from tensorshard.torch_private.compilation import watch_compilation
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-
-_OF_TENSOR_PARALLELISM = frozenset(role for role in Role if Role.SPLIT_LAYER <= role <= Role.SEQUENCE_LENGTH)
 
 # Code of these roles runs a mode that changes reshapes around all that is further in. That is not compiled.
 _RESHAPING = frozenset([Role.LOCAL_SHAPES, Role.SEQUENCE_SHAPES])
@@ -37,7 +39,7 @@ def compile_blocks(blocks: list[nn.Module], recompute: str) -> list[str]:
     split = 0
     for block in blocks:
         for module in block.modules():
-            if roles_of(module) & _OF_TENSOR_PARALLELISM:
+            if roles_of(module) & TENSOR_PARALLEL_ROLES:
                 split += 1
                 if not roles_of(module).isdisjoint(_RESHAPING):
                     reshaping[type(module).__name__] += 1
@@ -77,3 +79,48 @@ def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
         return disabled[0](*args, **kwargs)
 
     return call
+
+
+logger = logging.getLogger("tensorshard")
+
+
+class CompileLog:
+    """Explains a silent minute: logs that torch.compile begins inside of :meth:`watched`, and the seconds at its end.
+
+    Args:
+        clock: returns the seconds of a monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._depth = 0
+        self._began = 0.0
+        self._seconds: float | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """May be nested. The outermost one reports."""
+        self._depth += 1
+        stop = watch_compilation(self._begun, self._ended) if self._depth == 1 else None
+        try:
+            with messages.compiling():
+                yield
+        finally:
+            self._depth -= 1
+            if stop is not None:
+                stop()
+                self._report()
+
+    def _begun(self) -> None:
+        self._began = self._clock()
+        if self._seconds is None:
+            logger.info("torch.compile is compiling the model's blocks, which may take minutes")
+            self._seconds = 0.0
+
+    def _ended(self) -> None:
+        self._seconds = (self._seconds or 0.0) + self._clock() - self._began
+
+    def _report(self) -> None:
+        if self._seconds is not None:
+            logger.info("torch.compile took %.1f s", self._seconds)
+            self._seconds = None

@@ -1,4 +1,4 @@
-"""What selective recomputation keeps: results of the operations with the most arithmetic for each byte of result.
+"""What selective recomputation caches: results of the operations with the most arithmetic for each byte of result.
 
 torch's own ``create_selective_checkpoint_contexts`` refuses a block that changes such a result in place. It does not
 notice a change through ``unsafe_chunk``, which recurrent layers use, and then gradients are wrong. Here a result that
@@ -29,36 +29,36 @@ COSTLY = frozenset(
 )
 
 
-class KeptResults:
+class CachedResults:
     """Results of costly operations of one forward. The key is the operation, and how often it had run before."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Any, int], tuple[Any, list[int]]] = {}  # with the versions of its tensors
+        self._cached: dict[tuple[Any, int], tuple[Any, list[int]]] = {}  # with the versions of its tensors
         self._by_storage: dict[int, tuple[Any, int]] = {}
 
-    def keep(self, key: tuple[Any, int], result: Any) -> None:
-        """Keeps `result` under `key`."""
-        held = map_tensors_once(detached_alike, result)
-        leaves = tensor_leaves(held)
-        self._kept[key] = held, [tensor_version(leaf) for leaf in leaves]
+    def put(self, key: tuple[Any, int], result: Any) -> None:
+        """Caches `result` under `key`."""
+        detached = map_tensors_once(detached_alike, result)
+        leaves = tensor_leaves(detached)
+        self._cached[key] = detached, [tensor_version(leaf) for leaf in leaves]
         self._by_storage.update((storage_key(leaf), key) for leaf in leaves)
 
     def forget_changed(self, tensors: list[torch.Tensor]) -> None:
         """Forgets results in the memory of `tensors`, which were written to."""
         for tensor in tensors:
-            self._kept.pop(self._by_storage.get(storage_key(tensor), (None, 0)), None)
+            self._cached.pop(self._by_storage.get(storage_key(tensor), (None, 0)), None)
 
     def take(self, key: tuple[Any, int]) -> Any | None:
-        """Returns what was kept under `key`, and forgets it; None if nothing was, or if it has changed since."""
-        held, versions = self._kept.pop(key, (None, []))
-        changed = [tensor_version(leaf) for leaf in tensor_leaves(held)] != versions
-        return None if changed else held
+        """Returns what was cached under `key`, and forgets it; None if nothing was, or if it has changed since."""
+        result, versions = self._cached.pop(key, (None, []))
+        changed = [tensor_version(leaf) for leaf in tensor_leaves(result)] != versions
+        return None if changed else result
 
 
 class _CountingMode(TorchDispatchMode):
     """Counts how often each operation has run in it."""
 
-    def __init__(self, results: KeptResults) -> None:
+    def __init__(self, results: CachedResults) -> None:
         super().__init__()
         self._results = results
         self._counts: dict[Any, int] = {}
@@ -77,37 +77,37 @@ class _CountingMode(TorchDispatchMode):
         return operation, count
 
 
-class KeepsCostly(_CountingMode):
+class CachesCostly(_CountingMode):
     """Surrounds the first forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in COSTLY and not _draws_random_numbers(func, args, kwargs):
-            self._results.keep(self._next(func), result)
+            self._results.put(self._next(func), result)
         elif isinstance(func, OpOverload) and schema(func).is_mutable:
             self._results.forget_changed(_written(func, args, kwargs))
         return result
 
 
-class TakesKept(_CountingMode):
+class TakesCached(_CountingMode):
     """Surrounds the forward when it is computed again in backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in COSTLY and not _draws_random_numbers(func, args, kwargs):
-            kept = self._results.take(self._next(func))
-            if kept is not None:
-                return kept
+            cached = self._results.take(self._next(func))
+            if cached is not None:
+                return cached
         return func(*args, **kwargs)
 
 
 def _draws_random_numbers(operation: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether an attention kernel has dropout. It must run again, or later operations would get its random numbers."""
-    found = _dropout_of(operation)
-    if found is None:
+    argument = _dropout_of(operation)
+    if argument is None:
         return False
-    place, default = found
+    place, default = argument
     return bool(kwargs.get("dropout_p", args[place] if place < len(args) else default))
 
 

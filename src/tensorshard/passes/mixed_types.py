@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tensorshard.model.forward_code import forward_classes, used_by_forwards
 from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.reachable_state import forward_classes, used_by_forwards
 from tensorshard.torch_private.modules import own_buffers
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
@@ -114,7 +114,7 @@ def _is_autocast_on(args: Any, kwargs: Any) -> bool:
 def _rules() -> dict[Any, str]:
     """The rule of each function: "norm", "same", "write" or "product"."""
     places = (torch, torch.Tensor, F, torch.linalg)
-    found = {}
+    rules = {}
     for names, rule in (
         (_NORMS, "norm"),
         (_SAME_TYPE, "same"),
@@ -123,7 +123,7 @@ def _rules() -> dict[Any, str]:
         (_PRODUCTS, "product"),
     ):
         for name in names:
-            found.update({getattr(place, name): rule for place in places if hasattr(place, name)})
-    found[torch.Tensor.__setitem__] = "write"
-    found[torch.Tensor.addmv_] = "write"
-    return found
+            rules.update({getattr(place, name): rule for place in places if hasattr(place, name)})
+    rules[torch.Tensor.__setitem__] = "write"
+    rules[torch.Tensor.addmv_] = "write"
+    return rules

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from tensorshard.model.buffers import spectral_norm_hooks
 from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
-from tensorshard.model.mixed_type_errors import explained_types
-from tensorshard.model.running_statistics import spectral_norm_hooks
+from tensorshard.model.model_errors import explained_types
 from tensorshard.torch_private.modules import NormBase, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map
 
@@ -80,14 +80,14 @@ def _without_autocast(module: nn.Module, forward: Forward, /, *args: Any, **kwar
 
 
 def _from_fp32(modules: list[nn.Module], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls `forward` while the own parameters of `modules` are read as fp32."""
-    held = [(module, name, own) for module in modules for name, own in own_parameters(module).items()]
-    for module, name, parameter in held:
+    """Calls `forward` while the parameters of `modules`, without those of their children, are read as fp32."""
+    before = [(module, name, parameter) for module in modules for name, parameter in own_parameters(module).items()]
+    for module, name, parameter in before:
         set_parameter(module, name, _widen(parameter))
     try:
         return forward(*args, **kwargs)
     finally:
-        for module, name, parameter in held:
+        for module, name, parameter in before:
             set_parameter(module, name, parameter)
 
 

@@ -1,7 +1,9 @@
 """What a Plan offloads, and to where, as pure data."""
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tensorshard.plan.field_checks import check_choice, data_with_known_fields, size_in_bytes, unknown_field
@@ -64,6 +66,11 @@ class Offload:
                 f"offload.buffer_memory is {self.buffer_memory!r}; it must be at least 512KiB, for several "
                 f"transfers at once"
             )
+
+    @property
+    def folder(self) -> Path:
+        """The folder that `path` means."""
+        return Path(tempfile.gettempdir() if self.path is None else self.path)
 
     @property
     def host_bytes(self) -> int | None:

@@ -230,10 +230,14 @@ class Plan:
         return as_offload(self.offload)
 
     @property
+    def offloads_parameters(self) -> bool:
+        """Whether parameters are in host memory or on disk."""
+        return self.offloaded is not None and self.offloaded.parameters is not None
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether a resolved plan gathers parameters unit by unit: ZeRO 3 over several ranks, or from another tier."""
-        offloaded = self.offloaded is not None and self.offloaded.parameters is not None
-        return self.zero == 3 and (self.dp_shard > 1 or offloaded)
+        return self.zero == 3 and (self.dp_shard > 1 or self.offloads_parameters)
 
     @property
     def spares_memory(self) -> bool:

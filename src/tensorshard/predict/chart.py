@@ -4,10 +4,9 @@ import html
 from collections.abc import Sequence
 from itertools import groupby
 
-from tensorshard.predict.history import Moment
-from tensorshard.predict.page_style import CHART, CHART_STYLE
-from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate
-from tensorshard.predict.sizes import size_text
+from tensorshard.common.quantities import size_text
+from tensorshard.predict.page_frame import CHART, CHART_STYLE
+from tensorshard.predict.rank_estimate import CATEGORIES, Moment, RankEstimate
 
 _LEFT, _TOP, _WIDE, _HIGH, _BELOW = 74, 12, 600, 190, 34
 

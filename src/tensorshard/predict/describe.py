@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from tensorshard.common.quantities import size_text
 from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor, RankEstimate
-from tensorshard.predict.sizes import size_text
 from tensorshard.predict.step_time import StepTime
 
 _WIDTH = 80

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,9 +23,9 @@ from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.fake_copies import make_fake_copy
-from tensorshard.model.packed_sequences import NotPacked
-from tensorshard.model.tensors import map_tensors_once
-from tensorshard.parallelize.build import lay_out_engine
+from tensorshard.model.tensors import map_tensors_once, tensor_leaves
+from tensorshard.model.transformers_settings import NotPacked
+from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.field_checks import check_choice, size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
@@ -32,8 +33,8 @@ from tensorshard.plan.schedules import find_schedule
 from tensorshard.predict.chart import picture
 from tensorshard.predict.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
 from tensorshard.predict.hardware import Hardware, find_hardware
-from tensorshard.predict.micro_batches import enough_micro_batches, first_samples, scaled
 from tensorshard.predict.operation_ledger import OperationLedger
+from tensorshard.predict.operations import UPDATE, Operations, Transfer
 from tensorshard.predict.page import Side, page
 from tensorshard.predict.rank_estimate import RankEstimate, summarize
 from tensorshard.predict.step_time import StepTime, step_time
@@ -86,12 +87,19 @@ class Estimate:
         """Seconds of a step on the hardware, with a low and a high bound; None without hardware whose speed is known,
         or if not every rank was run.
 
-        Times on the hardware of a profile are not validated. Those on "this-machine" follow from measured rates.
+        Times are a roofline's. They order plans; ``tensorshard plan --measure`` measures.
         """
         if self.hardware is None or self.hardware.rates is None or not self.complete:
             return None
-        rates = self.hardware.rates.shared_by(self.world_size, cores_here())
-        return step_time(self.ranks, self.plan, self.world_size, rates)
+        return step_time(self.ranks, self.plan, self.world_size, self.hardware.rates)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The middle of :attr:`step_time`. On this machine's CPU, ranks that share a core also wait for it."""
+        time, hardware = self.step_time, self.hardware
+        if time is None or hardware is None:
+            return None
+        return time.on_cores(cores_here()) if hardware.shares_cores else time.seconds
 
     @property
     def time_by_category(self) -> dict[str, float] | None:
@@ -264,7 +272,7 @@ def estimate(
 
             def build() -> Engine:
                 ours = make_fake_copy(model, fake, torch.device("cpu")) if isinstance(model, nn.Module) else model
-                return lay_out_engine(
+                return build_engine(
                     rows.building(ours),
                     tried,
                     optimizer=optimizer,
@@ -279,15 +287,10 @@ def estimate(
                 return first_samples(made[0], size, samples), first_samples(made[1], size, samples)
 
             counter = OperationLedger()
-            try:
-                ledger, known, engine = watch_steps(build, batch, counter, compose=True)
-            except (LookupError, AttributeError, AssertionError, RuntimeError) as error:
-                logger.debug("an estimate runs all blocks, as one could not be told from another: %r", error)
-                counter = OperationLedger()
-                ledger, known, engine = watch_steps(build, batch, counter)
+            ledger, known, engine = watch_steps(build, batch, counter)
             operations = scaled(counter.operations(engine.mesh, resolved), resolved, tried.micro_batches)
             # A CPU rank's device memory is the host's, which also holds what is offloaded to it.
-            offloaded = engine.slots.held("host memory") if engine.slots is not None and device == "cpu" else 0
+            offloaded = engine.storage.held("host memory") if device == "cpu" else 0
             return summarize(
                 ledger,
                 known,
@@ -295,7 +298,7 @@ def estimate(
                 stage=stage,
                 device_bytes=device_bytes + offloaded,
                 operations=operations,
-                slots=engine.slots,
+                storage=engine.storage,
                 on_host=device == "cpu",
             )
 
@@ -367,3 +370,76 @@ def _ranks_of_a_node(count: int) -> Iterator[None]:
             del os.environ[_RANKS_HERE]
         else:
             os.environ[_RANKS_HERE] = before
+
+
+_ROUNDS = 4  # a schedule that keeps a bounded number of micro-batches reaches it in so many rounds over the ranks
+_ALONE = 3  # without a pipeline: the first makes gradients, the last has them reduced, and all others are alike
+
+
+def enough_micro_batches(plan: Plan, inputs: Any, targets: Any) -> int:
+    """The fewest micro-batches that take the same memory as those of a resolved `plan`.
+
+    Without a pipeline three are enough. In a pipeline, each rank must keep the activations of as many at once as it
+    does with all of them.
+    """
+    every = plan.micro_batches
+    size = batch_size(inputs)
+    if every <= _ALONE or size % every or not _divides(inputs, size) or not _divides(targets, size):
+        return every
+    if plan.pp == 1:
+        return _ALONE
+    from tensorshard.pipeline.run.draw_schedule import timeline
+
+    def kept(count: int) -> list[int]:
+        drawn = timeline(plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank, micro_batches=count)
+        return [drawn.kept(rank) for rank in range(plan.pp)]
+
+    wanted: list[int] | None = None
+    for count in range(plan.pp + 2, min(every, _ROUNDS * plan.pp + 1)):
+        try:
+            found = kept(count)
+        except ValueError:  # the schedule does not take so many
+            continue
+        wanted = kept(every) if wanted is None else wanted
+        if found == wanted:
+            return count
+    return every
+
+
+def first_samples(tree: Any, size: int, count: int) -> Any:
+    """The first `count` of `size` samples, as views: the memory of all of them stays."""
+    return map_tensors_once(lambda tensor: tensor[:count] if tensor.dim() and count < size else tensor, tree)
+
+
+def scaled(found: Operations, plan: Plan, run: int) -> Operations:
+    """The operations of a step of the plan, from those of a step with `run` of its micro-batches.
+
+    Forward and backward run for each micro-batch. Gradients are reduced once. Under ZeRO 3 they are reduced over shards
+    for each micro-batch, and over replicas once.
+    """
+    if run == plan.micro_batches:
+        return found
+
+    def times(count: int, each: bool) -> int:
+        return round(count * plan.micro_batches / run) if each else count
+
+    return replace(
+        found,
+        kernels=Counter({k: times(count, k.section != UPDATE) for k, count in found.kernels.items()}),
+        transfers=Counter({t: times(count, _is_of_each(t, plan)) for t, count in found.transfers.items()}),
+    )
+
+
+def _is_of_each(transfer: Transfer, plan: Plan) -> bool:
+    if transfer.axis == "pp":
+        return transfer.collective in ("send", "receive")  # not those of the loss, and of gradients that stages share
+    if transfer.section == UPDATE:
+        return False
+    if transfer.axis in ("dp_replicate", "dp_shard", "dp", "world"):
+        return plan.zero == 3 and transfer.collective != "all_reduce"
+    return True
+
+
+def _divides(tree: Any, size: int) -> bool:
+    """Whether every tensor has `size` samples, or is a single number."""
+    return all(not tensor.dim() or tensor.size(0) == size for tensor in tensor_leaves(tree))

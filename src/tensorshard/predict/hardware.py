@@ -8,23 +8,20 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tensorshard.common.paths import cache_folder
 from tensorshard.plan.field_checks import size_in_bytes
-from tensorshard.predict.convolution_times import ConvolutionTimes
-from tensorshard.tensor_parallel.search.table_cache import cache_folder
 
 _GIB = 1 << 30
 
 THIS_MACHINE = "this-machine"
 """The name of the profile that ``tensorshard check`` writes."""
-
-
-Curve = tuple[tuple[float, float], ...]
-"""Calls of an operator at several sizes, ascending: seconds by the roofline, and seconds that they took."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +40,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class HostCosts:
-    """Processor seconds that CPU ranks take in addition to kernels. ``tensorshard check`` measures them on two ranks,
-    and on four that share two cores: where ranks share cores, messages and their bytes take longer.
-
-    Waiting is not included. The costs of messages come from collectives of several sizes. The others come from steps of
-    small Engines: their time without kernels and messages, divided by the number of actions.
-
-    Args:
-        message: for each message between two ranks, at both ends together: Python, Gloo's threads, the system.
-        queued: for a message that is sent while others are under way, so that no thread has to be woken up.
-        byte: for each byte of a message, at both ends together.
-        unit: for each all-gather and each reduction of a unit's parameters under ZeRO 3.
-        split: for each collective along tp, and each other one that forward or backward waits for, as those of batch
-            normalization.
-        action: for each forward and each backward of a micro-batch on a pipeline's stage.
-        step: for each step, whatever its plan.
-    """
-
-    message: float
-    queued: float
-    byte: float
-    unit: float
-    split: float
-    action: float
-    step: float
-
-
-@dataclass(frozen=True)
 class Rates:
     """How fast a device is.
 
@@ -85,16 +54,6 @@ class Rates:
         within_node, between_nodes: the links.
         host_bandwidth: bytes a second between a device and its host's memory.
         disk_bandwidth: bytes a second to and from the disk of a node, for all of its devices together; None if unknown.
-        operators: the measured times of operators, by name. Operators that were not measured take as long as "aten.mm"
-            with the same roofline if they multiply, and as "aten.add" if they do not. Empty if nothing was measured.
-        memory_beside: whether a kernel's time is that of its arithmetic and of its memory traffic together, and not the
-            longer of the two.
-        convolutions: times convolutions when they are met; None unless this is the CPU of this machine.
-        host: what else CPU ranks compute; None if it was not measured. Then ranks compute all the time that messages
-            take.
-        crowded: the same where ranks share cores; None if it was not measured.
-        crowded_operators: the times of operators where ranks share cores: other ranks' tensors take the place of theirs
-            in caches, in the middle of a kernel, too. Empty if nothing was measured.
     """
 
     flops: Mapping[str, float]
@@ -108,18 +67,6 @@ class Rates:
     between_nodes: Link
     host_bandwidth: float
     disk_bandwidth: float | None = None
-    operators: Mapping[str, Curve] = field(default_factory=dict)
-    memory_beside: bool = False
-    convolutions: ConvolutionTimes | None = field(default=None, compare=False, repr=False)
-    host: HostCosts | None = None
-    crowded: HostCosts | None = None
-    crowded_operators: Mapping[str, Curve] = field(default_factory=dict)
-
-    def shared_by(self, ranks: int, cores: int) -> "Rates":
-        """The rates of a world of `ranks` CPU ranks on `cores` cores."""
-        if ranks <= cores or self.crowded is None:
-            return self
-        return replace(self, host=self.crowded, operators=self.crowded_operators or self.operators)
 
 
 @dataclass(frozen=True)
@@ -148,6 +95,11 @@ class Hardware:
     def is_measured(self) -> bool:
         """Whether the rates were measured here."""
         return self.name == THIS_MACHINE
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether its ranks are processes that share this machine's cores."""
+        return self.is_cpu and self.name in (THIS_MACHINE, ASSUMED_CPU)
 
     @property
     def is_cpu(self) -> bool:
@@ -196,15 +148,8 @@ def save_measured(memory: int, context: int, rates: Rates, source: str) -> Path 
     if path is None:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
-    _convolutions_file(path).unlink(missing_ok=True)  # they are timed anew, as all else
-    rates = replace(rates, convolutions=None)
     _write(path, {"name": THIS_MACHINE, "memory": memory, "context": context, "rates": asdict(rates), "source": source})
     return path
-
-
-def _convolutions_file(profile: Path) -> Path:
-    """Where the times of convolutions are kept beside the profile of this machine."""
-    return profile.with_name(f"{THIS_MACHINE}-convolutions.json")
 
 
 def save_ratios(**ratios: float) -> Path | None:
@@ -230,12 +175,7 @@ def _measured() -> Hardware:
             f"which takes about a minute"
         )
     try:
-        measured = _from_json(json.loads(path.read_text()))
-        assert measured.rates is not None
-        if measured.rates.asynchronous:
-            return measured
-        times = ConvolutionTimes(_convolutions_file(path))
-        return replace(measured, rates=replace(measured.rates, convolutions=times))
+        return _from_json(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); run 'tensorshard check' to write it anew") from error
 
@@ -258,17 +198,65 @@ def _from_json(values: Mapping[str, Any]) -> Hardware:
 
 def rates_from_json(values: Mapping[str, Any]) -> Rates:
     """The Rates of the "rates" in a profile."""
-    rates = dict(values)
+    rates = {name: value for name, value in values.items() if name in Rates.__dataclass_fields__}
     for name in ("matmul_efficiency", "memory_efficiency"):
         rates[name] = tuple(rates[name])
     for name in ("within_node", "between_nodes"):
         rates[name] = Link(**{**rates[name], "efficiency": tuple(rates[name]["efficiency"])})
-    for name in ("operators", "crowded_operators"):
-        rates[name] = {
-            operator: tuple((bound, seconds) for bound, seconds in curve)
-            for operator, curve in values.get(name, {}).items()
-        }
-    for name in ("host", "crowded"):
-        if values.get(name) is not None:
-            rates[name] = HostCosts(**values[name])
     return Rates(**rates)
+
+
+ASSUMED_CPU = "assumed-cpu"
+"""The name of the hardware that stands for a machine which was not measured."""
+
+_ASSUMED_PROCESS = 300 << 20  # bytes of Python, torch and a world's connections, before the first tensor
+# One core of a server. The numbers are a guess that serves to order plans, and not to predict seconds.
+_ASSUMED = Rates(
+    {"float32": 5e10, "bfloat16": 5e10},
+    1e10,
+    (0.6, 1.0),
+    (0.6, 1.5),
+    launch=5e-6,
+    asynchronous=False,
+    devices_per_node=1024,
+    within_node=Link(2e9, 1e-4),
+    between_nodes=Link(1e9, 2e-4),
+    host_bandwidth=1e10,
+    disk_bandwidth=5e8,
+)
+
+
+def hardware_here() -> Hardware:
+    """This machine: as ``tensorshard check`` measured it, else the profile of its GPU, else an assumed CPU.
+
+    Raises:
+        ValueError: it has a GPU without a profile, and was not measured.
+    """
+    try:
+        measured = find_hardware(THIS_MACHINE)
+    except ValueError:
+        measured = None
+    has_gpus = torch.cuda.is_available()
+    if measured is not None and measured.rates is not None and measured.rates.asynchronous == has_gpus:
+        return measured
+    if not has_gpus:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        source = "Assumed; 'tensorshard check' measures this machine."
+        return Hardware(ASSUMED_CPU, memory, _ASSUMED_PROCESS, _ASSUMED, source)
+    called = torch.cuda.get_device_name().lower().replace(" ", "-")
+    memory = torch.cuda.get_device_properties(0).total_memory
+    profiles = [profile for name in known_hardware() if (profile := find_hardware(name)) is not None]
+    # "a100-80" and "a100-40" are both found in "NVIDIA A100-SXM4-80GB", "rtx-4090" in "NVIDIA GeForce RTX 4090".
+    near = [profile for profile in profiles if _device(profile.name) in called]
+    if not near:
+        raise ValueError(
+            f"this machine's GPU is a {torch.cuda.get_device_name()}, whose speed is not known; run 'tensorshard "
+            f"check', which measures it, or name the hardware that is nearest: {', '.join(known_hardware())}"
+        )
+    return min(near, key=lambda profile: abs(profile.memory - memory))
+
+
+def _device(name: str) -> str:
+    """The name of a profile without the size of the memory at its end."""
+    device, _, memory = name.rpartition("-")
+    return device if memory.isdecimal() and len(memory) < 4 else name

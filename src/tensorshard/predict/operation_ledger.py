@@ -1,8 +1,7 @@
 """A ledger of operations: what a step computes and what it sends, on real tensors or on fake ones."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import collective_under_way
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.repetitions import FewTurns
+from tensorshard.common.sampled_loops import SampledLoop
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.mesh_coordinates import group_ranks
 from tensorshard.plan.plan import AXES, Plan
@@ -23,7 +22,6 @@ from tensorshard.torch_private.fake_results import KnownResult
 from tensorshard.torch_private.operators import schema
 from tensorshard.torch_private.process_groups import group_of_argument
 from tensorshard.torch_private.pytree import tree_leaves
-from tensorshard.torch_private.storages import runs_backward
 
 # By the operator's name, without "c10d::" and underscores: the collective, and which argument is the full tensor.
 _COLLECTIVES: dict[str, tuple[str, int]] = {
@@ -64,14 +62,6 @@ class Counts:
     kernels: Counter[Kernel] = field(default_factory=Counter)
     transfers: Counter[tuple[Transfer, str]] = field(default_factory=Counter)
 
-    def minus(self, other: "Counts") -> "Counts":
-        """What was counted since `other`."""
-        return Counts(self.kernels - other.kernels, self.transfers - other.transfers)
-
-    def copy(self) -> "Counts":
-        """The counts until now."""
-        return Counts(self.kernels.copy(), self.transfers.copy())
-
 
 class OperationLedger(TorchDispatchMode):
     """Counts kernels and transfers while it records.
@@ -91,31 +81,7 @@ class OperationLedger(TorchDispatchMode):
         # What ran since the last backward. It is a forward if another backward follows, and else part of the update.
         self._after_backward = Counts()
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._apart: Counts | None = None
-        self._section_apart = FORWARD
-        self.turns = FewTurns()
-
-    @contextmanager
-    def apart(self, section: str) -> Iterator[Counts]:
-        """Inside, operations are counted separately, whether or not the ledger records.
-
-        Args:
-            section: the section of operations outside of a backward.
-        """
-        self._apart, self._section_apart = Counts(), section
-        try:
-            yield self._apart
-        finally:
-            self._apart = None
-
-    def add(self, counts: Counts) -> None:
-        """Adds what was counted in :meth:`apart` before, if the ledger records."""
-        if not self.recording:
-            return
-        for kernel, count in counts.kernels.items():
-            self._count_kernel(kernel, self._entered(kernel.section), count)
-        for (transfer, group), count in counts.transfers.items():
-            self._count_transfer(transfer, group, self._entered(transfer.section), count)
+        self.loop = SampledLoop()
 
     def begin_step(self, phase: Callable[[], str]) -> None:
         """Begins a step. What was counted before is dropped.
@@ -132,6 +98,11 @@ class OperationLedger(TorchDispatchMode):
         self.recording = False
         self._take_rest(UPDATE)
 
+    @property
+    def kernel_count(self) -> int:
+        """How many kernels were counted."""
+        return self._counts.kernels.total()
+
     def operations(self, mesh: Mesh, plan: Plan) -> Operations:
         """What was counted, with each group named by its axis of `mesh`."""
         axes = {name: axis_of(dist.get_process_group_ranks(group), mesh) for name, group in self._groups.items()}
@@ -143,17 +114,12 @@ class OperationLedger(TorchDispatchMode):
                 found.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
         return found
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether operations are counted now, for the step or apart from it."""
-        return self.recording or self._apart is not None
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls operators on its shards, which come here
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.is_watching:
+        if self.recording:
             self.note(func, args, kwargs, output)
         return output
 
@@ -173,26 +139,14 @@ class OperationLedger(TorchDispatchMode):
         else:
             cost = known.notes["cost"] = cost_of(func, args, kwargs, output)
         if cost is not None:
-            section = self._section()
+            section = self._entered(self._phase())
             name = str(func.overloadpacket)
-            self._count_kernel(Kernel(section, name, cost.dtype, cost.flops, cost.nbytes, cost.convolution), section, 1)
-
-    def _count_kernel(self, kernel: Kernel, section: str, count: int) -> None:
-        self._now(section).kernels[kernel] += count * self.turns.times
-
-    def _count_transfer(self, transfer: Transfer, group: str, section: str, count: int) -> None:
-        self._now(section).transfers[transfer, group] += count * self.turns.times
+            kernel = Kernel(section, name, cost.dtype, cost.flops, cost.nbytes)
+            self._now(section).kernels[kernel] += self.loop.times
 
     def _now(self, section: str) -> Counts:
         """Where an operation of `section` is counted."""
-        if self._apart is not None:
-            return self._apart
         return self._after_backward if section == FORWARD else self._counts
-
-    def _section(self) -> str:
-        if self._apart is not None:
-            return BACKWARD if runs_backward() else self._section_apart
-        return self._entered(self._phase())
 
     def _entered(self, section: str) -> str:
         if section == BACKWARD:
@@ -232,9 +186,9 @@ class OperationLedger(TorchDispatchMode):
             return
         self._groups[group.group_name] = group
         size = sum(to_local(leaf).nbytes for leaf in tree_leaves(full) if isinstance(leaf, torch.Tensor))
-        section = self._section()
+        section = self._entered(self._phase())
         transfer = Transfer(section, "", collective, size, group.size(), not waits, part_of)
-        self._count_transfer(transfer, group.group_name, section, 1)
+        self._now(section).transfers[transfer, group.group_name] += self.loop.times
 
 
 def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:

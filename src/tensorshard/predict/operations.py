@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tensorshard.predict.convolution_times import ConvolutionCall
-
 FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
@@ -23,7 +21,6 @@ class Kernel:
         flops: floating-point operations of one call; a multiplication and an addition count as two. 0 for operators
             that are bound by memory.
         nbytes: bytes that one call reads and writes.
-        convolution: the call, if it is a convolution; its time depends on its shape.
     """
 
     section: str
@@ -31,7 +28,6 @@ class Kernel:
     dtype: str
     flops: int
     nbytes: int
-    convolution: ConvolutionCall | None = None
 
 
 @dataclass(frozen=True)

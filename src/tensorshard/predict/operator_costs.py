@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from tensorshard.predict.convolution_times import ConvolutionCall, convolution_call
 from tensorshard.torch_private.operators import schema
 from tensorshard.torch_private.pytree import tree_leaves
 
@@ -50,7 +49,6 @@ class Cost:
     flops: int
     nbytes: int
     dtype: str
-    convolution: ConvolutionCall | None = None
 
 
 def cost_of(func: Any, args: Any, kwargs: Any, output: Any) -> Cost | None:
@@ -82,7 +80,7 @@ def cost_of(func: Any, args: Any, kwargs: Any, output: Any) -> Cost | None:
     dtype = largest.dtype if largest is not None else torch.float32
     if flops:  # products are computed in the type of their arguments
         dtype = next(t.dtype for t in _tensors(args) if t.is_floating_point())
-    return Cost(flops, read + written, str(dtype).removeprefix("torch."), convolution_call(func, args, kwargs))
+    return Cost(flops, read + written, str(dtype).removeprefix("torch."))
 
 
 def moved_bytes(tensor: torch.Tensor) -> int:

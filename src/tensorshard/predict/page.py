@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tensorshard.common.quantities import size_text
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.chart import chart_title, kind, stacked_chart
 from tensorshard.predict.page_frame import document, plan_section
 from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate
-from tensorshard.predict.sizes import size_text
 
 
 @dataclass(frozen=True)

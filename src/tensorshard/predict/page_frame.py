@@ -5,7 +5,93 @@ from html import escape
 
 from tensorshard.plan.mesh_coordinates import coordinates
 from tensorshard.plan.plan import AXES, Plan
-from tensorshard.predict.page_style import STYLE
+
+_LIGHT = {
+    "parameters": "#0969da", "gathered-parameters": "#7cb8ff", "gradients": "#bf8700", "optimizer-states": "#1a7f37",
+    "activations": "#cf222e", "inputs": "#6e7781", "temporaries": "#8250df",
+}  # fmt: skip
+_DARK = {
+    "parameters": "#4493f8", "gathered-parameters": "#a5d0ff", "gradients": "#d29922", "optimizer-states": "#3fb950",
+    "activations": "#f47067", "inputs": "#9198a1", "temporaries": "#b083f0",
+}  # fmt: skip
+
+_RULES = """
+body { margin: 0; font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif;
+  color: var(--text); background: var(--ground) }
+main { max-width: 1440px; margin: 0 auto; padding: 8px 24px 48px }
+h1 { font-size: 24px } h2 { font-size: 18px; margin: 32px 0 8px } h3 { font-size: 15px; margin: 20px 0 4px }
+pre { background: var(--room); padding: 12px; border-radius: 6px; overflow-x: auto }
+.verdict { font-size: 18px; font-weight: 600 }
+.good { color: var(--good) } .bad { color: var(--bad) }
+.sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 16px }
+figure { margin: 0; max-width: 760px } figcaption { font-weight: 600 }
+figure svg { width: 100%; height: auto }
+.schedule svg text { fill: #1f2328 }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 12px; align-items: center }
+.key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 6px -1px 0 }
+table { border-collapse: collapse; margin: 8px 0; display: block; overflow-x: auto }
+th, td { text-align: left; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap }
+.numbers td:not(:first-child), .numbers th:not(:first-child), .tensors td:first-child { text-align: right }
+.sum { font-weight: 600 }
+.mesh { display: flex; flex-wrap: wrap; gap: 12px }
+.room { background: var(--room); border-radius: 8px; padding: 8px 12px }
+.rank { display: inline-block; min-width: 22px; padding: 2px 6px; margin: 2px; text-align: center; border-radius: 5px;
+  border: 1px solid var(--soft); background: var(--ground) }
+.schedule { overflow-x: auto }
+"""
+
+
+# Rules for charts. WITHIN is replaced by the selector of what the chart is in.
+_CHART_RULES = """
+WITHIN text { font-size: 12px; fill: var(--soft) }
+WITHIN .end { text-anchor: end } WITHIN .middle { text-anchor: middle }
+WITHIN .grid { stroke: var(--line); fill: none }
+WITHIN .phase { fill: var(--line) } WITHIN .forward { fill: var(--soft) } WITHIN .update { fill: var(--text) }
+"""
+
+
+def _variables(where: str, text: str, soft: str, ground: str, room: str, line: str, good: str, bad: str) -> str:
+    values = {"text": text, "soft": soft, "ground": ground, "room": room, "line": line, "good": good, "bad": bad}
+    return f"{where} {{ {'; '.join(f'--{name}: {value}' for name, value in values.items())} }}"
+
+
+def _light(where: str) -> str:
+    return _variables(where, "#1f2328", "#59636e", "#ffffff", "#f6f8fa", "#d1d9e0", "#1a7f37", "#cf222e")
+
+
+def _dark(where: str) -> str:
+    return _variables(where, "#e6edf3", "#9198a1", "#0d1117", "#161b22", "#3d444d", "#3fb950", "#f47067")
+
+
+def _colours(colours: dict[str, str], within: str = "") -> str:
+    return "\n".join(f"{within}.{name} {{ fill: {colour}; background: {colour} }}" for name, colour in colours.items())
+
+
+def _in_both(light: list[str], dark: list[str]) -> str:
+    return "\n".join([*light, "@media (prefers-color-scheme: dark) {", *dark, "}"])
+
+
+STYLE = _in_both(
+    [_light(":root"), _RULES, _CHART_RULES.replace("WITHIN", "svg"), _colours(_LIGHT)],
+    [_dark(":root"), _colours(_DARK)],
+)
+"""The style of a page."""
+
+CHART = "tensorshard-chart"
+"""The CSS class of charts that stand alone. Their own rules apply inside it, so that they look the same anywhere."""
+
+CHART_STYLE = _in_both(
+    [
+        _light(f".{CHART}"),
+        f'.{CHART} {{ font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }}',
+        f".{CHART} .ground {{ fill: var(--ground) }}",
+        _CHART_RULES.replace("WITHIN", f".{CHART}"),
+        _colours(_LIGHT, f".{CHART} "),
+    ],
+    [_dark(f".{CHART}"), _colours(_DARK, f".{CHART} ")],
+)
+"""The style of a chart that stands alone."""
+
 
 _RANKS_DRAWN = 64
 _MICRO_BATCHES_DRAWN = 32

@@ -1,5 +1,6 @@
 """`profile_memory`: what the steps of a real run hold, in the same terms as an estimate."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,10 @@ import torch
 
 from tensorshard.engine.engine import Engine
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import DeviceStorage
 from tensorshard.predict.chart import picture
 from tensorshard.predict.describe import rank_lines, tensor_lines
 from tensorshard.predict.estimate import Estimate
-from tensorshard.predict.mapped_files import MappedFiles
 from tensorshard.predict.page import Side, page
 from tensorshard.predict.rank_estimate import RankEstimate, summarize
 from tensorshard.predict.storage_ledger import StorageLedger
@@ -110,8 +111,36 @@ def profile_memory(engine: Engine) -> Iterator[MemoryProfile]:
     with StorageLedger(counts, is_late=True) as ledger, StepWatcher(ledger, engine) as watcher:
         ledger.initialized()
         yield profile
-    rank = summarize(ledger, watcher.known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0)
+    rank = summarize(
+        ledger, watcher.known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0, storage=DeviceStorage()
+    )
     if on_gpu:
         reserved = torch.cuda.max_memory_reserved(engine.device)
         rank = replace(rank, peak_reserved=reserved, peak_device=reserved)
     profile.ranks.append(rank)
+
+
+_MAPS = Path("/proc/self/maps")
+_IN_MEMORY = ("/dev/shm", "/memfd:", "/dev/zero")
+
+
+class MappedFiles:
+    """The files on disks that are mapped as shared at this moment; see proc_pid_maps(5)."""
+
+    def __init__(self) -> None:
+        found = []
+        try:
+            lines = _MAPS.read_text().splitlines()
+        except OSError:
+            lines = []  # not Linux
+        for line in lines:
+            span, permissions, _, _, inode, *path = line.split(maxsplit=5)
+            if permissions.endswith("s") and inode != "0" and not (path and path[0].startswith(_IN_MEMORY)):
+                start, _, end = span.partition("-")
+                found.append((int(start, 16), int(end, 16)))
+        self._spans = sorted(found)
+
+    def hold(self, address: int) -> bool:
+        """Whether `address` is in one of them."""
+        place = bisect_right(self._spans, (address, 1 << 64)) - 1
+        return place >= 0 and address < self._spans[place][1]

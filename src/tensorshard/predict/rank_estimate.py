@@ -1,13 +1,12 @@
 """What one rank's step takes: the peak of its ledger, what that is made of, and how it changes over the step."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tensorshard.offload.slots import Slots
+from tensorshard.plan.storage import Storage
 from tensorshard.predict.caching_allocator import CachingAllocator
-from tensorshard.predict.history import Moment, moments
 from tensorshard.predict.operations import Operations, Traffic
 from tensorshard.predict.storage_ledger import Allocation, Event, StorageLedger
 
@@ -21,11 +20,30 @@ TEMPORARIES = "temporaries"
 CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, INPUTS, TEMPORARIES)
 _BY_PHASE = {"initialization": PARAMETERS, "forward": ACTIVATIONS, "backward": TEMPORARIES, "update": TEMPORARIES}
 _LARGEST = 8
+_MOMENTS = 320
 
 # What the process of a CPU rank takes beside live tensors: Python's objects, small tensors in the heap, messages under
 # way, page tables. Small GPTs took up to 28 MiB, and up to 5% of their live tensors.
 _BESIDE = 32 << 20
 _BESIDE_SHARE = 1 / 32
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held at one moment.
+
+    Args:
+        phase: "initialization", "forward", "backward" or "update".
+        held: bytes by category, in the order in which categories were given.
+    """
+
+    phase: str
+    held: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(self.held)
 
 
 @dataclass(frozen=True)
@@ -111,7 +129,7 @@ def summarize(
     stage: int,
     device_bytes: int,
     operations: Operations | None = None,
-    slots: Slots | None = None,
+    storage: Storage,
     on_host: bool = False,
 ) -> RankEstimate:
     """The memory of a rank, from what `ledger` has noted.
@@ -120,7 +138,7 @@ def summarize(
         known: the categories of storages whose use is known, by their numbers.
         device_bytes: bytes that the device holds in addition to tensors.
         operations: the operations of a step; None if they were not counted.
-        slots: what is offloaded, and what the last step has moved; None without offload.
+        storage: what is offloaded, and what the last step has moved.
         on_host: whether it is a CPU rank, which has no caching allocator.
     """
     categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
@@ -143,8 +161,10 @@ def summarize(
         _timeline(steady),
         moments(steady, categories, CATEGORIES),
         operations or Operations(),
-        *(0, 0) if slots is None else (slots.held("host memory"), slots.held("disk")),
-        *(0, 0) if slots is None else (slots.moved("host memory"), slots.moved("disk")),
+        storage.held("host memory"),
+        storage.held("disk"),
+        storage.moved("host memory"),
+        storage.moved("disk"),
         on_host=on_host,
     )
 
@@ -214,3 +234,29 @@ def _timeline(events: Sequence[Event]) -> list[tuple[str, int]]:
         live += event.nbytes
         line.append((event.phase, live))
     return line
+
+
+def moments(events: Sequence[Event], category_of: Sequence[str], categories: Iterable[str]) -> list[Moment]:
+    """Cuts `events` into about 300 stretches, and at the ends of phases, and returns the fullest moment of each.
+
+    Args:
+        category_of: the category of each storage, by its number.
+        categories: all categories.
+    """
+    place = {name: index for index, name in enumerate(categories)}
+    held = [0] * len(place)
+    length = max(1, len(events) // _MOMENTS)
+    found: list[Moment] = []
+    in_stretch = length
+    for event in events:
+        held[place[category_of[event.number]]] += event.nbytes
+        moment = Moment(event.phase, tuple(held))
+        if found and found[-1].phase == event.phase == "initialization":
+            found[-1] = moment  # of the initialization only its end counts: what is there when the steps begin
+        elif in_stretch >= length or found[-1].phase != event.phase:
+            found.append(moment)
+            in_stretch = 0
+        elif moment.total > found[-1].total:
+            found[-1] = moment
+        in_stretch += 1
+    return found

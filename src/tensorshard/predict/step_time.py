@@ -7,22 +7,17 @@ peaks that is known only between two limits. So a time is an interval.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tensorshard.plan.plan import AXES, Plan
-from tensorshard.plan.schedules import find_schedule
-from tensorshard.predict.hardware import HostCosts, Link, Rates
+from tensorshard.predict.hardware import Link, Rates
 from tensorshard.predict.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Operations, Transfer
 from tensorshard.predict.rank_estimate import RankEstimate
 
 if TYPE_CHECKING:
     from tensorshard.pipeline.run.draw_schedule import Timeline
-
-Active = tuple[tuple[float, int], ...]
-"""How long so many ranks are at work at once: times, each with a number of ranks."""
 
 COMPUTE = "compute"
 COMMUNICATION = "exposed communication"
@@ -44,16 +39,17 @@ class StepTime:
         seconds: the middle. low, high: the times if the hardware reaches the most, and the least, of its peaks.
         by_category: seconds by what they are spent on (:data:`TIME_CATEGORIES`); they add up to `seconds`.
         busy: seconds in which ranks compute or send, of all ranks together.
-        active: how long so many ranks of the pipelines are at work at once, in seconds. Empty without a pipeline: then
-            all of them always are.
     """
 
     seconds: float
     low: float
     high: float
     by_category: dict[str, float]
-    busy: float
-    active: Active = ()
+    busy: float = 0.0
+
+    def on_cores(self, cores: int) -> float:
+        """Seconds of a step whose ranks share so many cores, and wait for each other there."""
+        return max(self.seconds, self.busy / cores)
 
 
 @dataclass(frozen=True)
@@ -65,18 +61,18 @@ class _RankTime:
     update: float
     blocking: dict[str, float]  # transfers that are waited for at once, by section
     exposed: float  # the part of overlapping transfers that kernels do not hide
-    transfers: float  # the rank's own computing for all transfers
     message: float  # of the largest message to another stage
     offload: float
-    host: float  # of hooks and stages' actions, in addition to kernels
-
-    def section(self, name: str) -> float:
-        """Seconds of forward or of backward, with the blocking transfers in it and half of the host's other work."""
-        return (self.forward if name == FORWARD else self.backward) + self.blocking[name] + self.host / 2
+    transfers: float  # of all that the rank sends, waited for or not
 
     @property
     def busy(self) -> float:
-        return self.forward + self.backward + self.update + self.transfers + self.offload + self.host
+        """Seconds of the rank's own work."""
+        return self.forward + self.backward + self.update + self.transfers + self.offload
+
+    def section(self, name: str) -> float:
+        """Seconds of forward or of backward, with the transfers in it that are waited for."""
+        return (self.forward if name == FORWARD else self.backward) + self.blocking[name]
 
 
 def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates: Rates) -> StepTime:
@@ -90,22 +86,8 @@ def step_time(ranks: Sequence[RankEstimate], plan: Plan, world_size: int, rates:
     )
     seconds, by_category = _slowest(middle, plan)
     low, high = _slowest(best, plan)[0], _slowest(worst, plan)[0]
-    copies = world_size // len(ranks)
-    busy = sum(time.busy for time in middle) * copies
-    active = tuple((time, count * copies) for time, count in _played(middle, plan).active) if plan.pp > 1 else ()
-    return StepTime(seconds, low, high, by_category, busy, active)
-
-
-def seconds_on_cores(seconds: float, busy: float, active: Active, cores: int) -> float:
-    """The time of a step that takes each rank `seconds`, and all ranks together `busy` seconds of computing, if they
-    share so many cores. `active`: as for :class:`StepTime`, in any unit of time.
-
-    While fewer ranks are at work than there are cores, some cores are idle; while there are more, they take turns.
-    """
-    work = sum(time * count for time, count in active)
-    taken = sum(time * max(1.0, count / cores) for time, count in active)
-    unused = taken * cores / work if work else 1.0
-    return max(seconds, busy / cores * unused)
+    busy = sum(time.busy for time in middle) * (world_size // len(ranks))
+    return StepTime(seconds, low, high, by_category, busy)
 
 
 def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, float]]:
@@ -113,7 +95,7 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
     if plan.pp == 1:
         ends = [time.section(FORWARD) + time.section(BACKWARD) for time in times]
     else:
-        ends = [rank[-1].end for rank in _played(times, plan).ranks]
+        ends = [rank[-1].end for rank in _simulate_schedule(times, plan).ranks]
     totals = [
         end + time.exposed + time.update + time.blocking[UPDATE] + time.offload
         for end, time in zip(ends, times, strict=True)
@@ -121,7 +103,7 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
     slowest = max(range(len(totals)), key=totals.__getitem__)
     time, end = times[slowest], ends[slowest]
     by_category = {
-        COMPUTE: time.forward + time.backward + time.host,
+        COMPUTE: time.forward + time.backward,
         COMMUNICATION: sum(time.blocking.values()) + time.exposed,
         BUBBLE: end - time.section(FORWARD) - time.section(BACKWARD),
         OPTIMIZER: time.update,
@@ -130,10 +112,10 @@ def _slowest(times: Sequence[_RankTime], plan: Plan) -> tuple[float, dict[str, f
     return totals[slowest], by_category
 
 
-def _played(times: Sequence[_RankTime], plan: Plan) -> "Timeline":
+def _simulate_schedule(times: Sequence[_RankTime], plan: Plan) -> "Timeline":
     """The schedule of a plan. All stages of one rank are taken to be equally long."""
     from tensorshard.pipeline.run.draw_schedule import timeline
-    from tensorshard.pipeline.split_backward import may_split_backward
+    from tensorshard.pipeline.run.split_backward import may_split_backward
 
     each = plan.micro_batches * plan.stages_per_rank
     split = may_split_backward(plan)
@@ -157,13 +139,10 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
     kernels = {name: _kernels_time(found, name, rates, place) for name in SECTIONS}
     blocking = dict.fromkeys(SECTIONS, 0.0)
     hidden: dict[str, list[tuple[float, int]]] = {name: [] for name in SECTIONS}
-    message = total = 0.0
+    message = sent = 0.0
     for transfer, count in found.transfers.items():
         seconds = transfer_time(transfer, plan, world_size, rates, place)
-        if rates.host is not None:
-            total += count * sending_time(transfer, rates.host)
-        elif transfer.collective != "receive":
-            total += count * seconds
+        sent += seconds * count if transfer.collective != "receive" else 0.0
         if transfer.axis == "pp" and transfer.collective in _SENDS:
             message = max(message, seconds)
         elif transfer.collective == "receive":
@@ -174,47 +153,7 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
             blocking[transfer.section] += seconds * count
     exposed = sum(_left_over(hidden[name], _window(name, kernels, plan)) for name in SECTIONS)
     offload = _offload_time(rank, world_size, rates)
-    host = 0.0 if rates.host is None else host_time(found, plan, rates.host)
-    return _RankTime(
-        kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, total, message, offload, host
-    )  # fmt: skip
-
-
-def sending_time(transfer: Transfer, host: HostCosts) -> float:
-    """Seconds that CPU ranks compute for a send, at both of its ends. So a receive is not counted by itself."""
-    if transfer.collective == "receive":
-        return 0.0
-    queued = transfer.overlaps and transfer.part_of != ""
-    return (host.queued if queued else host.message) + host.byte * transfer.sent
-
-
-def host_time(found: Operations, plan: Plan, host: HostCosts) -> float:
-    """Seconds of one rank's step in addition to kernels and messages: for sharded units and their sums over replicas,
-    split layers, layers that wait for data ranks (batch normalization), and stages."""
-    units = split = 0.0
-    for transfer, count in found.transfers.items():
-        if transfer.collective == "receive":
-            continue
-        calls = count / (transfer.ranks - 1) if transfer.collective == "send" else count  # a send to each other rank
-        of = transfer.part_of or transfer.collective
-        if plan.zero == 3 and transfer.axis == "dp_shard" and of in ("all_gather", "reduce_scatter"):
-            units += calls
-        elif plan.zero == 3 and transfer.axis == "dp_replicate" and of == "all_reduce":
-            units += calls / 2 if transfer.collective == "send" else calls  # each rank sends twice to each other one
-        waits = transfer.axis != "pp" and not transfer.overlaps and transfer.section != UPDATE
-        split += calls if transfer.axis == "tp" or waits else 0.0
-    return units * host.unit + split * host.split + stage_actions(plan) * host.action + host.step
-
-
-def stage_actions(plan: Plan) -> int:
-    """How many forwards and backwards of micro-batches a rank runs in a step, without a pipeline none. A backward in
-    two halves counts twice."""
-    if plan.pp == 1:
-        return 0
-    from tensorshard.pipeline.split_backward import may_split_backward
-
-    splits = find_schedule(plan.pp_schedule).splits_backward and may_split_backward(plan)
-    return (3 if splits else 2) * plan.micro_batches * plan.stages_per_rank
+    return _RankTime(kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, message, offload, sent)
 
 
 def _kernels_time(found: Operations, section: str, rates: Rates, place: float) -> float:
@@ -222,43 +161,18 @@ def _kernels_time(found: Operations, section: str, rates: Rates, place: float) -
 
 
 def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
-    """Seconds of one call.
+    """Seconds of one call: of its arithmetic, or of its memory traffic if that is longer (the roofline).
 
     Args:
         place: between 0 for the least that hardware reaches of its peaks, and 1 for the most.
     """
-    work = roofline(kernel, rates, place)
-    if kernel.convolution is not None and rates.convolutions is not None:
-        bound = roofline(kernel, rates)
-        work *= rates.convolutions.seconds(kernel.convolution, bound * _of_roofline(kernel, bound, rates)) / bound
-    elif rates.operators:
-        work *= _of_roofline(kernel, work if place == _MIDDLE else roofline(kernel, rates), rates)
-    launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
-    # The host launches ahead of an asynchronous device, which waits only if its work is shorter than the launch.
-    return max(work, launch) if rates.asynchronous else work + launch
-
-
-def roofline(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
-    """Seconds of a call's arithmetic, or of its memory traffic if that is longer; of both together where the rates say
-    so. `place`: see :func:`kernel_time`."""
     peak = rates.flops.get(kernel.dtype, rates.flops["float32"])
     arithmetic = kernel.flops / (peak * _share(rates.matmul_efficiency, place))
     memory = kernel.nbytes / (rates.memory_bandwidth * _share(rates.memory_efficiency, place))
-    return arithmetic + memory if rates.memory_beside else max(arithmetic, memory)
-
-
-def _of_roofline(kernel: Kernel, bound: float, rates: Rates) -> float:
-    """How many times as long as the roofline's `bound` a call takes, by the measured times of its operator."""
-    operators = rates.operators
-    curve = operators.get(kernel.name) or operators.get("aten.mm" if kernel.flops else "aten.add", ())
-    if not curve or not bound:
-        return 1.0
-    place = bisect_left(curve, (bound, 0.0))
-    if place in (0, len(curve)):
-        at, seconds = curve[min(place, len(curve) - 1)]
-        return seconds / at
-    (left, seconds), (right, more) = curve[place - 1], curve[place]
-    return (seconds + (more - seconds) * (bound - left) / (right - left)) / bound
+    work = max(arithmetic, memory)
+    launch = rates.launch * _LAUNCHES ** (1 - 2 * place)
+    # The host launches ahead of an asynchronous device, which waits only if its work is shorter than the launch.
+    return max(work, launch) if rates.asynchronous else work + launch
 
 
 def transfer_time(transfer: Transfer, plan: Plan, world_size: int, rates: Rates, place: float = _MIDDLE) -> float:

@@ -1,15 +1,15 @@
 """A ledger of storages: what is allocated and freed in a run, in order, on real tensors or on fake ones."""
 
 import weakref
-from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorshard.model.source_lines import users_line
+from tensorshard.model.call_stack import users_line
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.dtensor import shard_of
@@ -48,18 +48,6 @@ class Event:
     number: int
     nbytes: int
     phase: str
-
-
-@dataclass
-class Apart:
-    """The events of a trial, kept apart from those of the run (:meth:`StorageLedger.apart`).
-
-    Args:
-        first: the number of the first storage that the trial makes.
-    """
-
-    first: int
-    events: list[Event] = field(default_factory=list)
 
 
 class StorageLedger(TorchDispatchMode):
@@ -101,8 +89,6 @@ class StorageLedger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._resizes: AbstractContextManager[None] | None = None
         self._fake: QuickFakeTensorMode | None = None
-        self._apart: Apart | None = None
-        self._template: Allocation | None = None  # describes the storages that a replay makes in place of a trial's
 
     def __enter__(self) -> "StorageLedger":
         self._resizes = watched_resizes(self._resized)
@@ -141,47 +127,6 @@ class StorageLedger(TorchDispatchMode):
         """The number of a tensor's storage; None if the ledger has not seen it."""
         return self._numbers.get(storage_address(_storage(tensor)))
 
-    @contextmanager
-    def apart(self) -> Iterator[Apart]:
-        """Inside, events of newly made storages are noted apart, and are not part of the run.
-
-        Events of storages that were there before still belong to the run. A new storage that outlives the context is
-        forgotten.
-        """
-        assert self._apart is None, "a trial within a trial"
-        self._apart = Apart(len(self.allocations))
-        try:
-            yield self._apart
-        finally:
-            for number in self._numbers.values():
-                if number >= self._apart.first:
-                    self._sizes[number] = 0
-            self._apart = None
-
-    def is_live(self, first: int) -> bool:
-        """Whether any storage with the number `first` or a higher one is still there."""
-        return any(number >= first and self._sizes[number] for number in self._numbers.values())
-
-    def made_like(self, template: Allocation, nbytes: int, phase: str) -> int:
-        """Notes a new storage like `template` without making a tensor. Returns its number."""
-        number = len(self.allocations)
-        self.allocations.append(replace(template, number=number))
-        self.events.append(Event(number, nbytes, phase))
-        return number
-
-    def changed(self, number: int, nbytes: int, phase: str) -> None:
-        """Notes that a storage without a tensor grew or shrank by some bytes."""
-        self.events.append(Event(number, nbytes, phase))
-
-    @contextmanager
-    def making_like(self, template: Allocation) -> Iterator[None]:
-        """Inside, new storages are noted as if the operation that made `template` had made them."""
-        self._template = template
-        try:
-            yield
-        finally:
-            self._template = None
-
     def note(self, tensor: torch.Tensor, operation: object) -> None:
         """Adds the storage of `tensor`, unless it is known. `operation` made it."""
         # Asking a fake tensor whether it is one of shapes alone would call its mode.
@@ -193,11 +138,8 @@ class StorageLedger(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         number = len(self.allocations)
-        if self._template is not None:
-            self.allocations.append(replace(self._template, number=number))
-        else:
-            line = "" if self.initializing else users_line()
-            self.allocations.append(Allocation(number, self.phase(), operation, shape, dtype, line))
+        line = "" if self.initializing else users_line()
+        self.allocations.append(Allocation(number, self.phase(), operation, shape, dtype, line))
         key = storage_address(storage)
         self._numbers[key] = number
         self._sizes[number] = 0
@@ -225,7 +167,7 @@ class StorageLedger(TorchDispatchMode):
                     self._note_earlier(leaf)
         kwargs = kwargs or {}
         operations = self._operations
-        if operations is not None and not operations.is_watching:
+        if operations is not None and not operations.recording:
             operations = None
         if operations is not None and any(issubclass(kind, DTensor) for kind in types):
             with operations:  # as a dispatch mode, it sees what is done to the shards
@@ -250,9 +192,7 @@ class StorageLedger(TorchDispatchMode):
         change = size - self._sizes[number]
         self._sizes[number] = size
         if change:
-            apart = self._apart
-            events = apart.events if apart is not None and number >= apart.first else self.events
-            events.append(Event(number, change, self.phase()))
+            self.events.append(Event(number, change, self.phase()))
 
     def _freed(self, key: int, number: int) -> None:
         del self._numbers[key]

@@ -1,23 +1,15 @@
 """Runs steps of an Engine under a ledger, and notes what each storage is for."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 
-from tensorshard.common.repetitions import shortened
+from tensorshard.common.sampled_loops import sample_loops
 from tensorshard.engine.engine import Engine
-from tensorshard.model.blocks import find_blocks
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.offload.slots import Slots
-from tensorshard.pipeline.run.pipelined_model import PipelinedModel
-from tensorshard.pipeline.split_backward import may_split_backward
-from tensorshard.plan.plan import Plan
-from tensorshard.plan.schedules import find_schedule
-from tensorshard.predict.composed_blocks import ComposedBlocks
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.predict.rank_estimate import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 from tensorshard.predict.storage_ledger import StorageLedger
@@ -98,15 +90,11 @@ def watch_steps(
     make_engine: Callable[[], Engine],
     make_batch: Callable[[], tuple[Any, Any]],
     operations: OperationLedger | None = None,
-    *,
-    compose: bool = False,
 ) -> tuple[StorageLedger, dict[int, str], Engine]:
     """Makes an Engine and takes :data:`STEPS` steps.
 
     Args:
         operations: a ledger that counts what the last step computes and sends; None for none.
-        compose: whether one of several equal blocks is run for all (:mod:`.composed_blocks`). This needs fake tensors
-            and `operations`.
 
     Returns:
         The ledger of construction and steps; the categories of storages whose use is known, by their numbers; the
@@ -118,9 +106,8 @@ def watch_steps(
     with StorageLedger(counts, operations=operations) as ledger:
         engine = make_engine()
         with ExitStack() as stack:
-            if compose and operations is not None and _can_compose(engine.plan):
-                ComposedBlocks(ledger, operations).compose(_blocks(engine))
-                stack.enter_context(shortened(operations.turns))
+            if operations is not None:
+                stack.enter_context(sample_loops(operations.loop))
             watcher = stack.enter_context(StepWatcher(ledger, engine))
             inputs, targets = make_batch()
             watcher.note_inputs((inputs, targets))
@@ -130,13 +117,12 @@ def watch_steps(
                 if index == STEPS - 1:
                     if operations is not None:
                         operations.begin_step(ledger.phase)
-                    if engine.slots is not None:
-                        engine.slots.forget_moved()
+                    engine.storage.forget_moved()
                 engine.step(inputs, targets)
             if operations is not None:
                 operations.end_step()
-        if engine.slots is not None:
-            ledger.leave_out(_elsewhere(ledger, engine.slots))
+        if engine.storage.tensors:
+            ledger.leave_out(_elsewhere(ledger, engine.storage.tensors))
     return ledger, watcher.known, engine
 
 
@@ -148,23 +134,8 @@ def _is_real(storage: torch.UntypedStorage) -> bool:
     return not _is_fake(storage)
 
 
-def _can_compose(plan: Plan) -> bool:
-    """Whether a block's call under a plan can be replayed: not compiled, its backward in one piece, no activations
-    offloaded."""
-    splits = plan.pp > 1 and find_schedule(plan.pp_schedule).splits_backward and may_split_backward(plan)
-    # Activations are offloaded when they are saved for backward, inside of blocks.
-    moves = plan.offloaded is not None and plan.offloaded.activations is not None
-    return not (plan.compile or splits or moves)
-
-
-def _blocks(engine: Engine) -> list[nn.Module]:
-    if isinstance(engine.sharded, PipelinedModel):
-        return [block for stage in engine.sharded.stages for block in stage.blocks.values()]
-    return list(find_blocks(engine.sharded.model).values())
-
-
-def _elsewhere(ledger: StorageLedger, slots: Slots) -> set[int]:
+def _elsewhere(ledger: StorageLedger, tensors: Sequence[torch.Tensor]) -> set[int]:
     """The numbers of storages that are not in the device's memory: offloaded ones, and those that the update on the
     host makes."""
-    offloaded = {number for tensor in slots.tensors if (number := ledger.number_of(tensor)) is not None}
+    offloaded = {number for tensor in tensors if (number := ledger.number_of(tensor)) is not None}
     return offloaded | {allocation.number for allocation in ledger.allocations if allocation.phase == "update"}

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tensorshard.common.quantities import size_text
 from tensorshard.common.terminal import fit
-from tensorshard.predict.sizes import size_text
 from tensorshard.report.figures import Rows, differences, figures, notes
 from tensorshard.report.read_run import Run
 from tensorshard.report.series import Series, columns

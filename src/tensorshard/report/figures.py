@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from tensorshard.common.quantities import format_count, seconds_words
+from tensorshard.common.quantities import format_count, seconds_words, size_text
 from tensorshard.plan.plan import AXES, Plan
-from tensorshard.predict.sizes import size_text
 from tensorshard.report.read_run import Run
 from tensorshard.report.series import Series
 

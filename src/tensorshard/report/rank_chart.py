@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from tensorshard.predict.sizes import size_text
+from tensorshard.common.quantities import size_text
 from tensorshard.report.axes import BELOW, HIGH, LEFT, TOP, WIDE, Scale, frame
 
 _BARS = 150  # if there are more ranks, several share a bar, which is as high as the fullest of them

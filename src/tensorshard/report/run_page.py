@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from tensorshard.common.quantities import format_count
+from tensorshard.common.quantities import format_count, size_text
 from tensorshard.predict.page_frame import document, plan_section
-from tensorshard.predict.sizes import size_text
 from tensorshard.report.figures import Rows, differences, figures, notes, others, scores, speed_of
 from tensorshard.report.line_chart import Line, line_chart
 from tensorshard.report.rank_chart import rank_chart

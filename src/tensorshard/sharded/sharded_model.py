@@ -15,16 +15,8 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
-from tensorshard.offload.slots import OffloadedMaster
-from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.passes.precision import master_dtype
-
-
-class TakeGradient(Protocol):
-    """Called with a master whose gradient has been reduced."""
-
-    def __call__(self, master: nn.Parameter, shard: torch.Tensor | None = None) -> None:
-        """`shard`: this rank's part of the gradient, if it is in other memory, so that the master cannot hold it."""
+from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
 
 
 class ParameterSplit(Protocol):
@@ -229,14 +221,15 @@ class ShardedModel(ABC):
         self._finish_gradients = finish
 
     @abstractmethod
-    def watch_updates(self, behind: UpdateBehind) -> None:
-        """Makes forwards wait for the updates that they need and `behind` runs in the background. Called once at most.
+    def watch_updates(self, update: UpdateProgress) -> None:
+        """Makes forwards wait until `update`, which goes on in the background, has changed what they need. Called once
+        at most.
 
-        See :meth:`follow_behind`.
+        See :meth:`gather_as_updated`.
         """
 
-    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
-        """Those of :meth:`masters` that are not in the device's memory."""
+    def master_places(self) -> dict[str, Place]:
+        """Where this rank's shards of :meth:`masters` are. Some that are in the device's memory may be missing."""
         return {}
 
     @abstractmethod
@@ -248,10 +241,9 @@ class ShardedModel(ABC):
         """
 
     @abstractmethod
-    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+    def gather_as_updated(self, copied: Container[torch.Tensor] = ()) -> None:
         """Called in place of :meth:`all_gather_parameters` while the masters' update goes on. Each unit is gathered
-        when
-        it is needed."""
+        when it is needed."""
 
     def all_gather_loaded(self) -> None:
         """Called after the masters were overwritten, including frozen ones, which no update changes."""

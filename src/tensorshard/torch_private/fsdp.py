@@ -12,6 +12,7 @@ Public way: none; the methods are public and the classes are not.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +31,19 @@ __all__ = [
     "ReduceScatter",
     "forget_fully_shard",
     "gather_from",
+    "has_gradient",
     "is_pre_backward_hook",
+    "members",
     "one_chunk_at_a_time",
     "padded_shards",
     "parameter_groups",
+    "reduces_gradients",
     "refresh_dtypes",
     "replace_shards",
     "reset_iteration",
     "shard_version",
+    "sharded_parameter",
+    "surround_reduction",
     "unsharded_parameter",
 ]
 
@@ -69,8 +75,69 @@ def parameter_groups(model: nn.Module) -> list[Any]:
     return list(groups.values())
 
 
-def unsharded_parameter(fsdp_param: Any) -> torch.Tensor | None:
-    """The full parameter that autograd sees, for one of a group's ``fsdp_params``; None if it was never gathered.
+def members(group: Any) -> list[Any]:
+    """FSDP2's objects for the parameters of a group.
+
+    Why: each knows the sharded parameter, the gathered one, and the gradient that is not reduced yet.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    return group.fsdp_params  # type: ignore[no-any-return]
+
+
+def sharded_parameter(member: Any) -> Any:
+    """The DTensor that the optimizer has, for one of a group's :func:`members`.
+
+    Why: between a forward and its backward the modules show gathered parameters.
+
+    Checked: torch 2.13.
+
+    Public way: ``model.parameters()``, while nothing is gathered.
+    """
+    return member.sharded_param
+
+
+def has_gradient(member: Any) -> bool:
+    """Whether this rank has a gradient that is not reduced yet, for one of a group's :func:`members`.
+
+    Why: a rank that did not use a parameter sends zeros, and the ranks count those that did.
+
+    Checked: torch 2.13.
+
+    Public way: none; between micro-batches FSDP2 keeps the gradient where only its own objects find it.
+    """
+    full = unsharded_parameter(member)
+    return member.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None)
+
+
+def reduces_gradients(group: Any) -> bool:
+    """Whether the next backward of a group reduces its gradients.
+
+    Why: only then are missing gradients filled with zeros.
+
+    Checked: torch 2.13.
+
+    Public way: none that reads what ``FSDPModule.set_requires_gradient_sync`` has set.
+    """
+    return bool(group.reduce_grads)
+
+
+def surround_reduction(group: Any, around: Callable[..., None]) -> None:
+    """Calls ``around(group, original, *args)`` in place of what reduces a group's gradients.
+
+    Why: before that, missing gradients are filled; after it, reduced ones are taken.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    group.post_backward = partial(around, group, group.post_backward)
+
+
+def unsharded_parameter(member: Any) -> torch.Tensor | None:
+    """The full parameter that autograd sees, for one of a group's :func:`members`; None if it was never gathered.
 
     Why: its gradient is filled with zeros where a rank has none.
 
@@ -78,11 +145,11 @@ def unsharded_parameter(fsdp_param: Any) -> torch.Tensor | None:
 
     Public way: the module's own parameter, between a forward and its backward.
     """
-    return getattr(fsdp_param, "_unsharded_param", None)
+    return getattr(member, "_unsharded_param", None)
 
 
-def shard_version(fsdp_param: Any) -> int:
-    """How often this rank's shard was changed in place, for one of a group's ``fsdp_params``.
+def shard_version(member: Any) -> int:
+    """How often this rank's shard was changed in place, for one of a group's :func:`members`.
 
     Why: a gathered copy of a shard that was written since is gathered again.
 
@@ -90,7 +157,7 @@ def shard_version(fsdp_param: Any) -> int:
 
     Public way: none. The autograd notes name versions, but they have no public name.
     """
-    return fsdp_param._sharded_param_data._version  # type: ignore[no-any-return]
+    return member._sharded_param_data._version  # type: ignore[no-any-return]
 
 
 def refresh_dtypes(group: Any) -> None:

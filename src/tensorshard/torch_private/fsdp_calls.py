@@ -28,6 +28,7 @@ __all__ = [
     "initialize_root",
     "is_gathered",
     "is_in_forward",
+    "is_unsharded",
     "prefetch_unit",
     "reduce_unit",
     "release_unit",
@@ -195,6 +196,18 @@ def is_gathered(group: Any) -> bool:
     Public way: none.
     """
     return bool(group.is_unsharded or group._all_gather_result is not None)
+
+
+def is_unsharded(group: Any) -> bool:
+    """Whether a group is gathered.
+
+    Why: only then are there copies that user code may have written.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    return bool(group.is_unsharded)
 
 
 def gather_unit(group: Any) -> None:

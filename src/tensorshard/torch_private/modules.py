@@ -1,9 +1,7 @@
 """A module's own tensors, hooks and conversions; base classes of its layers.
 
 `BatchNormBase`, `NormBase`, `DropoutBase`: the base classes of batch normalizations, of batch and instance
-normalizations, and of dropouts, in all dimensions. `SpectralNormVectors`: the class that
-:func:`torch.nn.utils.parametrizations.spectral_norm` registers. It takes a step of a power iteration in each training
-forward.
+normalizations, and of dropouts, in all dimensions.
 
 Why: users' layers derive from them, and so do layers that later versions of torch add.
 
@@ -22,21 +20,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNormVectors
 
 __all__ = [
     "CONVOLUTIONS",
     "MODULE_CALLS",
     "MODULE_LOADS",
-    "OTHER_PLACES",
     "RECURRENT_LISTS",
+    "REFERENCES",
     "TABLES",
     "TRANSPOSED_CONVOLUTIONS",
     "BatchNormBase",
     "ConvertibleModule",
     "DropoutBase",
     "NormBase",
-    "SpectralNormVectors",
     "buffer_at",
     "buffer_names",
     "buffer_table",
@@ -46,6 +42,7 @@ __all__ = [
     "every_module",
     "forward_pre_hooks",
     "has_backward_hooks",
+    "move_hooks_outward",
     "overrides_convolution",
     "own_buffers",
     "own_modules",
@@ -73,8 +70,8 @@ MODULE_LOADS = (nn.Module._load_from_state_dict.__code__, nn.Module._apply.__cod
 TABLES = ("_parameters", "_buffers", "_modules")
 """Where a module's ``__dict__`` keeps what is registered; every other entry is a plain attribute."""
 
-OTHER_PLACES = "_tensorshard_other_places"
-"""Where a module's ``__dict__`` keeps the other places of what it registers. See ``model/other_places.py``."""
+REFERENCES = "_tensorshard_references"
+"""Where a module's ``__dict__`` keeps references to what it registers. See ``model/references.py``."""
 
 RECURRENT_LISTS = ("_flat_weights", "_flat_weight_refs")
 """Attributes of ``nn.RNNBase`` that hold its parameters. It compares them with the parameters before each forward.
@@ -210,7 +207,7 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> N
     Public way: ``setattr``, where `value` is an ``nn.Parameter`` and the class neither overrides ``__setattr__`` nor
     parametrizes the parameter; ``torch.func.functional_call``, around a whole forward.
     """
-    places = module.__dict__.get(OTHER_PLACES)
+    places = module.__dict__.get(REFERENCES)
     if places is not None:
         places.replace(name, module._parameters.get(name), value)
     module._parameters[name] = value  # type: ignore[assignment]
@@ -262,7 +259,7 @@ def set_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None
 
     Public way: ``setattr``, where the class does not override ``__setattr__``.
     """
-    places = module.__dict__.get(OTHER_PLACES)
+    places = module.__dict__.get(REFERENCES)
     if places is not None:
         places.replace(name, module._buffers.get(name), value)
     module._buffers[name] = value
@@ -309,6 +306,21 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     Public way: none.
     """
     return list(module._forward_pre_hooks.values())
+
+
+def move_hooks_outward(module: nn.Module, before: int | None, after: int | None) -> None:
+    """Makes the hook of number `before` the first before the forward of `module`, and `after` the last after it.
+
+    Why: what surrounds what is to be a stated order, not that of the registrations.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``RemovableHandle.remove()`` and another registration, which deep copies of a module do not survive.
+    """
+    if before in module._forward_pre_hooks:
+        module._forward_pre_hooks.move_to_end(before, last=False)  # type: ignore[attr-defined]
+    if after in module._forward_hooks:
+        module._forward_hooks.move_to_end(after)  # type: ignore[attr-defined]
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from tensorshard.comm.forked import TriedInVain, in_forked_process
+from tensorshard.common.quantities import size_text
 from tensorshard.config import ConfigError
 from tensorshard.host.memory import available_on_host
 from tensorshard.predict import Estimate
 from tensorshard.predict.describe import stage_lines
-from tensorshard.predict.sizes import size_text
 from tensorshard.trainer.estimated_run import estimate_run
 from tensorshard.trainer.gpu_memory import memory_of_gpus
 

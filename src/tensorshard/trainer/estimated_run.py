@@ -12,7 +12,7 @@ from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate, estimate
 from tensorshard.predict.changes import Change, find_changes
 from tensorshard.predict.hardware import THIS_MACHINE, measured_profile
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
+from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.settings import TrainSettings
 

@@ -13,10 +13,9 @@ from tensorshard.config.files import ASKED
 from tensorshard.config.overrides import apply_overrides
 from tensorshard.host.memory import available_on_host
 from tensorshard.plan.plan import Plan
-from tensorshard.predict.hardware import Hardware
+from tensorshard.predict.hardware import Hardware, hardware_here
 from tensorshard.predict.search import PlanSearch, find_plans
-from tensorshard.predict.search.machine import hardware_here
-from tensorshard.predict.search.question import SEARCHED
+from tensorshard.predict.search.problem import SEARCHED
 from tensorshard.trainer.gpu_memory import memory_of_gpus
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.settings import SECTIONS

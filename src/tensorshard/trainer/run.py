@@ -25,7 +25,6 @@ from tensorshard.engine.guards.wrong_batch import OutOfRangeError
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate
-from tensorshard.predict.search.machine import estimated_seconds
 from tensorshard.trainer import loggers
 from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
 from tensorshard.trainer.hooks import (
@@ -219,7 +218,7 @@ def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimat
         plan=engine.plan.to_dict(),
         held_before_bytes=held,
         estimated_bytes=None if expected is None else expected.peaks,
-        estimated_step_seconds=None if expected is None else estimated_seconds(expected),
+        estimated_step_seconds=None if expected is None else expected.step_seconds,
     )
     write_session(directory.sessions, session)
 

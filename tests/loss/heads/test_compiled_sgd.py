@@ -5,12 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tensorshard.loss.heads.tiles.kernels import REFERENCE
-from tensorshard.loss.heads.tiles.precision import Precision
-from tensorshard.loss.heads.tiles.rounding import block_size
-from tensorshard.loss.heads.tiles.tiles import Tiles
-from tensorshard.loss.heads.update import compiled_sgd, update_rule
-from tensorshard.loss.heads.update.update_rule import Rule, Slot, Update
+from tensorshard.loss.heads import update_rule
+from tensorshard.loss.heads.update_rule import Rule, Slot, Update
+from tensorshard.loss.kernels import REFERENCE, block_size
+from tensorshard.loss.tiles import Precision, Tiles
 
 SAMPLES = 6
 ROWS = 37
@@ -31,17 +29,17 @@ def _updated(weight: torch.dtype, momentum: torch.dtype, features: int, complete
     return [slot.weight, slot.momentum, *([] if slot.scales is None else [slot.scales])]
 
 
-@pytest.mark.skipif(compiled_sgd._functions() is None, reason="needs a C compiler")
+@pytest.mark.skipif(update_rule._functions() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("features", [128, 40, 7])
-@pytest.mark.parametrize("weight, momentum", compiled_sgd._combinations())
+@pytest.mark.parametrize("weight, momentum", update_rule._combinations())
 def test_one_pass_is_many(weight, momentum, features, complete):
-    with mock.patch.object(compiled_sgd, "step", wraps=compiled_sgd.step) as step:
+    with mock.patch.object(update_rule, "sgd_in_one_pass", wraps=update_rule.sgd_in_one_pass) as step:
         found = _updated(weight, momentum, features, complete)
     assert step.called
     with (
         mock.patch.object(update_rule, "choose_kernels", lambda _: REFERENCE),
-        mock.patch.object(compiled_sgd, "_functions", lambda: None),
+        mock.patch.object(update_rule, "_functions", lambda: None),
     ):
         expected = _updated(weight, momentum, features, complete)
     for one, other in zip(found, expected, strict=True):

@@ -18,7 +18,7 @@ from bounds import assert_within
 from rank_pool import RankError
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import distribute
-from tensorshard.loss.heads.tiles import tiles
+from tensorshard.loss import tiles
 from tensorshard.nn import ArcFace, CosFace
 from tensorshard.nn.functional import parallel_linear_cross_entropy
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorshard.loss.heads.tiles import kernels, tiles
-from tensorshard.loss.heads.tiles.rounding import Noise, block_size
+from tensorshard.loss import kernels, tiles, two_passes
+from tensorshard.loss.heads import update_rule
+from tensorshard.loss.kernels import Noise, block_size
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
 
 pytestmark = [
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 CLASSES, FEATURES, SAMPLES = 1003, 64, 37
-KERNELS = ("reference", "compiled", "triton")
+KERNELS = {"reference": lambda _: kernels.REFERENCE, "compiled": kernels.choose_kernels}
 SGD = dict(lr=0.1, momentum=0.9, weight_decay=0.01)
 FORMS = {
     "plain": {},
@@ -36,7 +37,8 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=KERNELS)
 def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(kernels.KERNELS_VARIABLE, request.param)
+    for module in (two_passes, update_rule):
+        monkeypatch.setattr(module, "choose_kernels", KERNELS[request.param])
     return request.param
 
 
@@ -139,12 +141,12 @@ def test_sampled_classes(used):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 129), (37, 4099), (3, 65536)])
-def test_kernels_by_hand(shape, dtype):
+def test_compiled_kernels(shape, dtype):
     """Against the reference, on tiles of odd sizes."""
     rows, width = shape
     logits = torch.randn(shape, device="cuda", dtype=dtype) * 5
     outcomes = []
-    for chosen in (kernels.REFERENCE, kernels.triton_kernels()):
+    for chosen in (kernels.REFERENCE, kernels.compiled_kernels()):
         tile, total = logits.clone(), torch.zeros(rows, device="cuda", dtype=torch.float64)
         reference = chosen.online_softmax(tile, logits[:, 0].clone(), total)
         class_weight = torch.linspace(0.5, 2, width, device="cuda", dtype=dtype)
@@ -155,11 +157,11 @@ def test_kernels_by_hand(shape, dtype):
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (513, 2048), (7, 509)])
-def test_rounding_by_hand(shape):
+def test_compiled_rounding(shape):
     values = torch.randn(shape, device="cuda")
     bits = Noise(values.numel(), 3, values.device).bits(values.shape)
     outcomes = []
-    for chosen in (kernels.REFERENCE, kernels.triton_kernels()):
+    for chosen in (kernels.REFERENCE, kernels.compiled_kernels()):
         codes = torch.empty(shape, dtype=torch.int8, device="cuda")
         scales = torch.empty(shape[0], shape[1] // block_size(shape[1]), device="cuda")
         chosen.quantize(values.clone(), bits, torch.empty_like(values), codes, scales)

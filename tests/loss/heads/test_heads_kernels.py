@@ -1,10 +1,5 @@
-"""What is done to tiles, compiled as GPUs run it and written by hand, against the plain form, on the CPU."""
+"""What is done to tiles, compiled as GPUs run it, against the plain form, on the CPU."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +7,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensorshard.loss.heads.loss import two_passes as passes
-from tensorshard.loss.heads.tiles import kernels, tiles
-from tensorshard.loss.heads.tiles.precision import Precision
-from tensorshard.loss.heads.update import update_rule as update
+from tensorshard.loss import kernels, tiles, two_passes
+from tensorshard.loss.heads import update_rule
+from tensorshard.loss.tiles import Precision
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
 from tensorshard.nn.functional import parallel_linear_cross_entropy
-
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None,
-    reason="Triton is not installed (torch's builds for GPUs bring it; or pip install triton)",
-)
 
 
 def _train(options: dict[str, Any], steps: int = 3) -> list[torch.Tensor]:
@@ -57,7 +46,7 @@ def test_compiled_is_the_same(options, monkeypatch):
     monkeypatch.setattr(tiles, "tile_width", lambda *_: 16)
     expected = _train(options)
     used = kernels.compiled_kernels("aot_eager_decomp_partition")
-    for module in (passes, update):
+    for module in (two_passes, update_rule):
         monkeypatch.setattr(module, "choose_kernels", lambda _: used)
     torch._dynamo.reset()
     counters.clear()
@@ -81,85 +70,8 @@ def test_which_are_chosen(monkeypatch):
     monkeypatch.setattr(kernels, "type", lambda _: torch.Tensor, raising=False)
     monkeypatch.setattr(kernels, "compiled_kernels", lambda: "compiled")
     assert kernels.choose_kernels(OnGPU()) == "compiled"
-    monkeypatch.setattr(kernels, "triton_kernels", lambda: "by hand")
-    for named, chosen in (("triton", "by hand"), ("reference", kernels.REFERENCE), ("compiled", "compiled")):
-        monkeypatch.setenv(kernels.KERNELS_VARIABLE, named)
-        assert kernels.choose_kernels(OnGPU()) == chosen
-        assert kernels.choose_kernels(torch.zeros(2)) is kernels.REFERENCE
-    monkeypatch.setenv(kernels.KERNELS_VARIABLE, "fast")
-    with pytest.raises(ValueError, match="HEAD_KERNELS=fast was given: use compiled, triton or reference"):
-        kernels.choose_kernels(OnGPU())
-    monkeypatch.delenv(kernels.KERNELS_VARIABLE)
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     assert kernels.choose_kernels(OnGPU()) is kernels.REFERENCE
-
-
-def test_asking_for_triton_where_it_is_not(monkeypatch):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"=triton was given, but Triton is not installed: pip install triton"):
-        kernels.triton_kernels.__wrapped__()
-
-
-@needs_triton
-def test_written_by_hand_in_the_interpreter():
-    """In a process of its own, since Triton asks for TRITON_INTERPRET when it is imported."""
-    file = Path(__file__).parents[1] / "helpers" / "heads_triton_interpreted.py"
-    outcome = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-2000:]
-    assert " passed" in outcome.stdout and "skipped" not in outcome.stdout
-
-
-@needs_triton
-@pytest.mark.parametrize("wide", ["fp32", "fp64"])
-def test_written_by_hand_compiles_for_a_gpu(wide, tmp_path, monkeypatch):
-    """Down to the machine code of an H100, which needs no GPU."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from tensorshard.loss.heads.tiles import triton_kernels as written
-
-    tile, row = {"logits": f"*{wide}", "reference": f"*{wide}"}, {"width": "i32"}
-    extras = {"smoothing": f"*{wide}", "class_weight": f"*{wide}"}
-    blocks = {"blocks": "i32", "size": "i32"}
-    cases = [
-        (written._online_softmax, {**tile, "total": "*fp64", "after": f"*{wide}", **row}, {"PARTS": 3, "BLOCK": 4096}),
-        (written._softmax_slope, {**tile, "of_softmax": f"*{wide}", **extras, **row}, {"BLOCK": 4096}),
-        (
-            written._softmax_slope,
-            {**tile, "of_softmax": f"*{wide}", **row},
-            {"smoothing": None, "class_weight": None, "BLOCK": 4096},
-        ),
-    ]
-    if wide == "fp32":
-        cases += [
-            (written._round_to_bfloat16, {"numbers": "*i32", "bits": "*i32", "numel": "i32"}, {"BLOCK": 1024}),
-            (
-                written._quantize,
-                {"tensor": "*fp32", "bits": "*i32", "codes": "*i8", "scales": "*fp32", **blocks},
-                {"BLOCKS": 16, "SIZE": 128},
-            ),
-            (
-                written._dequantize,
-                {"codes": "*i8", "scales": "*fp32", "out": "*fp32", **blocks},
-                {"BLOCKS": 16, "SIZE": 128},
-            ),
-        ]
-    for kernel, signature, constants in cases:
-        source = ASTSource(
-            kernel,
-            {**signature, **dict.fromkeys(constants, "constexpr")},
-            {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        )
-        assert compile_kernel(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 def test_narrow_products_as_on_a_gpu(monkeypatch):

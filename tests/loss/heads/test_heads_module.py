@@ -13,8 +13,8 @@ import tensorshard.distributed as tsd
 from rank_pool import RankError
 from shards import full
 from tensorshard.compat.state import collect_state_dict, relocate_state_dict
-from tensorshard.loss.heads.module import initial_rows as rows
-from tensorshard.loss.heads.tiles import tiles
+from tensorshard.loss import tiles
+from tensorshard.loss.heads import head_module
 from tensorshard.nn import ArcFace, CosFace, ParallelLinearCrossEntropy
 
 
@@ -50,14 +50,14 @@ def test_it_trains_as_a_linear_layer(ranks, world_size, group_size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_initial_weights_without_a_process_group(dtype, monkeypatch):
-    monkeypatch.setattr(rows, "_CHUNK", 64)  # several draws
+    monkeypatch.setattr(head_module, "_CHUNK", 64)  # several draws
     torch.manual_seed(1)
     linear = nn.Linear(7, 50, dtype=dtype)
     torch.manual_seed(1)
     head = ParallelLinearCrossEntropy(7, 50, True, dtype=dtype)
     assert torch.equal(head.weight, linear.weight) and torch.equal(head.bias, linear.bias)
     torch.manual_seed(1)
-    parts = [rows.initial_rows(7, 50, start, 17, False, None, dtype)[0] for start in (17,)]
+    parts = [head_module.initial_rows(7, 50, start, 17, False, None, dtype)[0] for start in (17,)]
     assert torch.equal(parts[0], linear.weight[17:34])
     assert type(head.weight) is nn.Parameter
     assert ParallelLinearCrossEntropy(7, 10**12, device="meta").weight.shape == (10**12, 7)

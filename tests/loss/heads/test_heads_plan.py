@@ -196,6 +196,6 @@ def test_what_a_plan_does_itself(ranks):
 def test_wrong_tables(table, message):
     model = gpt_with_head(GPT(61, 16, 2, 2, 30, tie_embeddings=True))
     with pytest.raises(ValueError, match=message):
-        ts.tensor_parallel.search.check_table.check_tensor_plan(
-            model, ts.tensor_parallel.table.table.TensorPlan.from_dict(table), 2
+        ts.tensor_parallel.search.check_table.check_tensor_table(
+            model, ts.tensor_parallel.table.table.TensorTable.from_dict(table), 2
         )

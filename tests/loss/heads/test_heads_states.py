@@ -9,8 +9,8 @@ from torch import nn
 import tensorshard.distributed as tsd
 from bounds import assert_within
 from tensorshard.compat.state import collect_state_dict, relocate_state_dict
-from tensorshard.loss.heads.tiles import tiles
-from tensorshard.loss.heads.tiles.rounding import Noise, block_size, dequantize, quantize, round_to_bfloat16_
+from tensorshard.loss import tiles
+from tensorshard.loss.kernels import Noise, block_size, dequantize, quantize, round_to_bfloat16_
 from tensorshard.nn import ParallelLinearCrossEntropy
 
 

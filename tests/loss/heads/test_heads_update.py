@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tensorshard.distributed as tsd
 from shards import full
 from tensorshard.compat.state import collect_state_dict, relocate_state_dict
-from tensorshard.loss.heads.tiles import tiles
+from tensorshard.loss import tiles
 from tensorshard.nn import ArcFace, ParallelLinearCrossEntropy
 
 SGD = dict(lr=0.3, momentum=0.9, weight_decay=0.05)

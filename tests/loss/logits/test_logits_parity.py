@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 
 import parity
-from tensorshard.loss.heads.loss import gradients_in_forward
-from tensorshard.loss.heads.tiles import tiles
+from tensorshard.loss import tiled_loss, tiles
 
 # id: (model, ranks, fields of the plan). Between them, each kind of model, layout and level.
 PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -46,7 +45,7 @@ def _train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Of small tiles, so that there are several, and with what the summary says of it."""
     with (
         mock.patch.object(tiles, "tile_width", lambda *_: 16),
-        mock.patch.object(gradients_in_forward, "rows_at_once", lambda *_: 48),
+        mock.patch.object(tiled_loss, "rows_at_once", lambda *_: 48),
     ):
         engine = parity.make_engine(kind, {**fields, "logits": "tiled"})
         losses = []

@@ -13,7 +13,7 @@ from torch import nn
 import parity
 import tensorshard as ts
 from tensorshard.loss.logits import output_layers
-from tensorshard.loss.logits.pending_logits import PendingLogits
+from tensorshard.loss.logits.deferred_logits import DeferredLogits
 from tensorshard.models import GPT, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
@@ -132,7 +132,7 @@ def _a_loss_that_needs_them_gets_them_and_from_then_on_at_once() -> None:
         seen: list[bool] = []
 
         def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            seen.append(isinstance(output, PendingLogits))
+            seen.append(isinstance(output, DeferredLogits))
             return _entropy_loss(output, targets)
 
         found, engine = _steps(loss)

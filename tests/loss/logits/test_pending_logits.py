@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from own_operations import SumOfSquares
-from tensorshard.loss.heads.loss import gradients_in_forward
-from tensorshard.loss.heads.loss.class_range import Place
-from tensorshard.loss.heads.tiles import tiles
+from tensorshard.loss import tiled_loss, tiles
+from tensorshard.loss.logits.deferred_logits import DeferredLogits, Source
 from tensorshard.loss.logits.linear_logits import LinearLogits
-from tensorshard.loss.logits.output_layers import pending_logits
-from tensorshard.loss.logits.pending_logits import PendingLogits, Source
+from tensorshard.loss.logits.output_layers import defer_linear
+from tensorshard.loss.loss_arguments import Place
 from tensorshard.nn.functional import parallel_cross_entropy
 
 FEATURES, CLASSES = 6, 23
@@ -31,7 +30,7 @@ CLASS_WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
 def several_tiles(monkeypatch):
     """Tiles of 4 classes, and 6 rows at once, so that a few of each make up these logits."""
     monkeypatch.setattr(tiles, "tile_width", lambda *_: 4)
-    monkeypatch.setattr(gradients_in_forward, "rows_at_once", lambda *_: 6)
+    monkeypatch.setattr(tiled_loss, "rows_at_once", lambda *_: 6)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -195,7 +194,7 @@ def _tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 def _pending(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, **options: Any) -> tuple[Any, Source, list[Any]]:
     uses: list[Any] = []
     linear = LinearLogits(x, x.ndim - 1, w, b, Place(0, CLASSES, None), **options)
-    logits, source = pending_logits(linear, lambda name, computed: uses.append((name, computed)))
+    logits, source = defer_linear(linear, lambda name, computed: uses.append((name, computed)))
     return logits, source, uses
 
 
@@ -245,7 +244,7 @@ def test_without_a_bias_and_with_a_weight_that_is_not_trained():
 
 
 def test_a_target_outside_the_classes_is_refused():
-    with pytest.raises(IndexError, match="target 40 is outside the 23 classes"):
+    with pytest.raises(IndexError, match=r"target 40, number \d+ of \d+, is outside the 23 classes"):
         F.cross_entropy(_rows(_pending(*_tensors())[0]), FLAT.masked_fill(FLAT[3] == FLAT, 40))
 
 
@@ -287,5 +286,5 @@ def test_in_bf16_within_its_rounding():
 
 def test_they_can_be_printed_and_their_class_is_not_seen():
     logits, _, _ = _pending(*_tensors())
-    assert isinstance(logits, PendingLogits) and "tensor(" in repr(logits)
+    assert isinstance(logits, DeferredLogits) and "tensor(" in repr(logits)
     assert type(logits + 1) is torch.Tensor  # computed by now

@@ -7,8 +7,8 @@ import torch
 
 from pipeline_models import EXAMPLES
 from tensorshard.model.batches import call_model, split_batch
-from tensorshard.pipeline.cut.cut import cut_model
-from tensorshard.pipeline.run.crossings import Shapes
+from tensorshard.pipeline.cut import cut_model
+from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.draw_schedule import timeline
 from tensorshard.pipeline.run.schedule_runner import PipelineRunner
 from tensorshard.pipeline.run.stage_module import StageModule
@@ -21,7 +21,7 @@ def _runner(kind: str, schedule: str, per_rank: int, rank: int, ranks: int, **op
     model, sample = EXAMPLES[kind].make()
     model.eval()  # random masks would differ from the single process's
     tracer = Tracer(model)
-    shapes = Shapes(tracer, cut_model(tracer.trace(sample), ranks * per_rank))
+    shapes = CutCache(tracer, cut_model(tracer.trace(sample), ranks * per_rank))
     stages = [StageModule(model, shapes, i) for i in find_schedule(schedule).stages_of(rank, ranks, per_rank)]
     return PipelineRunner(stages, schedule, **options), stages
 

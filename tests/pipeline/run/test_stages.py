@@ -14,8 +14,8 @@ from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.passes.recompute import apply_recompute
-from tensorshard.pipeline.cut.cut import cut_model
-from tensorshard.pipeline.run.crossings import Shapes
+from tensorshard.pipeline.cut import cut_model
+from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.trace.tracer import Tracer
 
@@ -23,7 +23,7 @@ from tensorshard.pipeline.trace.tracer import Tracer
 def stages_of(model: nn.Module, inputs: Any, count: int, **options: Any) -> list[StageModule]:
     tracer = Tracer(model)
     cut = cut_model(tracer.trace(inputs), count, **options)
-    shapes = Shapes(tracer, cut)
+    shapes = CutCache(tracer, cut)
     return [StageModule(model, shapes, index) for index in range(count)]
 
 
@@ -132,7 +132,7 @@ def test_a_model_on_the_meta_device_is_cut_without_memory():
     tracer = Tracer(model)
     graph = tracer.trace({"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     cut = cut_model(graph, 3)
-    stages = [StageModule(model, Shapes(tracer, cut), index) for index in range(3)]
+    stages = [StageModule(model, CutCache(tracer, cut), index) for index in range(3)]
     names = [name for stage in stages for name, _ in stage.module.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert all(p.is_meta for stage in stages for p in stage.module.parameters())

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from tensorshard.plan.plan import Plan
-from tensorshard.predict.search.question import Question, ask
-from tensorshard.tensor_parallel.search.find_table import VerifiedTable
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.predict.search.problem import SearchProblem, make_problem
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 
 
-def _question() -> Question:
-    return ask(
+def _problem() -> SearchProblem:
+    return make_problem(
         partial(nn.Linear, 4, 4),
         world_size=4,
         inputs=torch.zeros(4, 4),
@@ -31,9 +30,9 @@ def _question() -> Question:
 
 
 def test_a_table_that_does_not_suit_is_not_used() -> None:
-    question, tables = _question(), []
+    problem, tables = _problem(), []
 
-    def estimated(_: Question, plan: Plan, world_size: Any, samples: Any, decisions: Any, *__: Any) -> str:
+    def estimated(_: SearchProblem, plan: Plan, world_size: Any, samples: Any, decisions: Any, *__: Any) -> str:
         tables.append(decisions.table)
         if decisions.table == "of two ranks":
             raise RuntimeError("shape '[4, 64, -1, 64]' is invalid for input of size 8192")
@@ -41,38 +40,38 @@ def test_a_table_that_does_not_suit_is_not_used() -> None:
         return "found"
 
     with (
-        mock.patch.object(Question, "_estimate", estimated),
-        mock.patch.object(Question, "table_for", lambda *_, **__: "of two ranks"),
+        mock.patch.object(SearchProblem, "_estimate", estimated),
+        mock.patch.object(SearchProblem, "table_for", lambda *_, **__: "of two ranks"),
     ):
-        assert question.estimate(Plan(tp=4).resolve(4), borrow=True) == "found"
+        assert problem.estimate(Plan(tp=4).resolve(4), borrow=True) == "found"
     assert tables == ["of two ranks", None]
-    assert question.tables[4, False].words == "its own"
+    assert problem.tables[4, False].words == "its own"
 
 
 def _table(size: int, *split: str) -> VerifiedTable:
     sequence = {name: SequenceSplit(3, 1, 0, (0,), {}, {}, {}, (), ()) for name in split}
-    return VerifiedTable(TensorPlan({}), {}, 0.5, size, [], sequence=sequence)
+    return VerifiedTable(TensorTable({}), {}, 0.5, size, [], sequence=sequence)
 
 
 def test_a_table_of_split_sequences_serves_without_them() -> None:
-    question, split, whole = _question(), _table(2, "block"), _table(4)
-    question.tables.update({(1, False): None, (2, True): split, (4, False): whole})
-    assert question.table_for(2, sequence_parallel=True) == split
-    assert question.table_for(2, sequence_parallel=False) == _table(2)
-    assert question.table_for(4, sequence_parallel=False) == whole
-    assert question.table_for(4, sequence_parallel=True) == _table(4, "block")  # that of two ranks
-    assert question.table_for(8, sequence_parallel=False) == _table(8)
-    assert _question().table_for(2, sequence_parallel=False) is None
+    problem, split, whole = _problem(), _table(2, "block"), _table(4)
+    problem.tables.update({(1, False): None, (2, True): split, (4, False): whole})
+    assert problem.table_for(2, sequence_parallel=True) == split
+    assert problem.table_for(2, sequence_parallel=False) == _table(2)
+    assert problem.table_for(4, sequence_parallel=False) == whole
+    assert problem.table_for(4, sequence_parallel=True) == _table(4, "block")  # that of two ranks
+    assert problem.table_for(8, sequence_parallel=False) == _table(8)
+    assert _problem().table_for(2, sequence_parallel=False) is None
 
 
 def test_an_estimate_takes_the_table_of_split_sequences() -> None:
-    question, tables = _question(), []
-    question.tables[2, True] = _table(2, "block")
+    problem, tables = _problem(), []
+    problem.tables[2, True] = _table(2, "block")
 
-    def estimated(_: Question, plan: Plan, world_size: Any, samples: Any, decisions: Any, *__: Any) -> str:
+    def estimated(_: SearchProblem, plan: Plan, world_size: Any, samples: Any, decisions: Any, *__: Any) -> str:
         tables.append(decisions.table)
         return "found"
 
-    with mock.patch.object(Question, "_estimate", estimated):
-        assert question.estimate(Plan(tp=2).resolve(4)) == "found"
-    assert tables == [_table(2)] and question.tables[2, False] == _table(2)
+    with mock.patch.object(SearchProblem, "_estimate", estimated):
+        assert problem.estimate(Plan(tp=2).resolve(4)) == "found"
+    assert tables == [_table(2)] and problem.tables[2, False] == _table(2)

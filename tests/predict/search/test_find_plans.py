@@ -13,9 +13,8 @@ from torch import nn
 import tensorshard as ts
 from tensorshard.predict.hardware import Hardware, Link, Rates
 from tensorshard.predict.search.candidates import candidates
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.question import ask
-from tensorshard.predict.search.search import BY_TIME, Search
+from tensorshard.predict.search.problem import make_problem
+from tensorshard.predict.search.search import BY_TIME, Progress, Search
 
 RATES = Rates(
     {"float32": 5e9}, 5e9, (0.8, 1.0), (0.8, 1.0), launch=1e-9, asynchronous=False, devices_per_node=2,
@@ -70,7 +69,7 @@ def find(model: Any = Model, **options: Any) -> ts.PlanSearch:
 
 def search(**options: Any) -> Search:
     rest = {"memory": None, "global_batch": None, "fixed": None}
-    return Search(ask(Model, **rest | asked(**options))).run(BY_TIME, 1, Progress())
+    return Search(make_problem(Model, **rest | asked(**options))).run(BY_TIME, 1, Progress())
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +85,8 @@ def test_the_best_by_its_estimate_is_found_and_predictions_are_near_estimates():
     for one in done.considered:
         was_estimated = one.is_estimated
         if not was_estimated and one.candidate.order % 20 == 5 and not one.refused:
-            one.estimate = done.question.estimate(one.plan)
-            one.seconds = done.question.seconds(one.estimate)
+            one.estimate = done.problem.estimate(one.plan)
+            one.seconds = done.problem.seconds(one.estimate)
             off.append(abs(one.predicted.seconds / one.seconds - 1))
         if one.is_estimated:
             assert one.estimate is not None
@@ -157,8 +156,8 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would():
 
 
 def test_nodes_and_batches_limit_the_plans():
-    question = ask(Model, **{"memory": None, "fixed": None} | asked(world_size=4, global_batch=6))
-    listed, refused = candidates(question)
+    problem = make_problem(Model, **{"memory": None, "fixed": None} | asked(world_size=4, global_batch=6))
+    listed, refused = candidates(problem)
     assert {"tp=4 crosses nodes, which have 2 devices each", "dp=4 does not divide the batch of 6 samples"} == {
         str(refusal) for refusal in refused
     }

@@ -1,6 +1,5 @@
 """Searches where most plans do not fit: bounds of memory, what estimates teach, and that a plan that fits is found."""
 
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -11,11 +10,9 @@ from torch import nn
 
 import tensorshard as ts
 from tensorshard.pipeline.run.draw_schedule import timeline
-from tensorshard.predict.search.corrections import Corrections
 from tensorshard.predict.search.predictions import _kept
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.question import ask
-from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Search
+from tensorshard.predict.search.problem import make_problem
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Progress, Search
 
 
 class Model(nn.Module):
@@ -54,7 +51,7 @@ ARGUMENTS: dict[str, Any] = {
 )
 def test_predicted_memory_is_a_bound_that_knows_the_largest_parameter(fields):
     fixed = ts.Plan(**fields).resolve(4).to_dict()
-    done = Search(ask(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))).run(BY_TIME, 1, Progress())
+    done = Search(make_problem(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))).run(BY_TIME, 1, Progress())
     (one,) = done.considered
     assert one.estimate is not None
     assert 0.35 < one.first.memory / one.estimate.largest.peak_device <= 1
@@ -69,20 +66,10 @@ def test_the_part_of_activations_that_a_rank_keeps(schedule, stages):
         assert kept == most if ranks <= 8 else 0.95 * most <= kept <= most
 
 
-def test_estimates_teach_the_memory_of_plans_that_shard_alike():
-    corrections = Corrections()
-    plan = ts.Plan(zero=3, pp=2, micro_batches=4).resolve(8)
-    assert corrections.of_memory(plan) == 1
-    corrections.note_memory(plan, 100, 160)
-    corrections.note_memory(replace(plan, micro_batches=8), 100, 150)
-    assert corrections.of_memory(replace(plan, micro_batches=16)) == pytest.approx(1.4)  # most of the least
-    assert corrections.of_memory(replace(plan, zero=1)) == 1
-
-
 def test_a_plan_that_fits_is_found_where_the_fastest_do_not(monkeypatch):
     fixed = {"tp": 1, "pp": 1, "offload": None}
-    question = ask(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))
-    least = Search(question).run(BY_MEMORY, 1, Progress()).found[0].memory
+    problem = make_problem(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))
+    least = Search(problem).run(BY_MEMORY, 1, Progress()).found[0].memory
     monkeypatch.setattr(
         import_module("tensorshard.predict.search.find_plans"), "_TRIES", 2
     )  # so that those with the least memory are soon tried

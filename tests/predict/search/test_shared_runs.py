@@ -10,7 +10,7 @@ import torch.distributed as dist
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.predict.estimate import Estimate, estimate
-from tensorshard.predict.search.question import Question, ask
+from tensorshard.predict.search.problem import SearchProblem, make_problem
 
 WORLD = 4
 TOKENS = torch.zeros(8, 16, dtype=torch.long)
@@ -23,23 +23,23 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.fixture
-def question() -> Question:
+def problem() -> SearchProblem:
     if dist.is_initialized():
         dist.destroy_process_group()
     batch = {"inputs": TOKENS, "targets": TOKENS, "memory": None, "global_batch": 8, "fixed": None}
-    return ask(MODEL, world_size=WORLD, **batch, **GIVEN)
+    return make_problem(MODEL, world_size=WORLD, **batch, **GIVEN)
 
 
 def _plan(**fields: Any) -> ts.Plan:
     return ts.Plan(**{"zero": 0, "precision": "bf16", **fields}).resolve(WORLD)
 
 
-def _alone(question: Question, plan: ts.Plan, **options: Any) -> Estimate:
-    inputs, targets = question.batch(question.global_batch // plan.dp_size)
+def _alone(problem: SearchProblem, plan: ts.Plan, **options: Any) -> Estimate:
+    inputs, targets = problem.batch(problem.global_batch // plan.dp_size)
     return estimate(MODEL, plan, world_size=WORLD, inputs=inputs, targets=targets, **GIVEN, **options)
 
 
-def test_estimates_that_share_runs_say_what_each_says_alone(question):
+def test_estimates_that_share_runs_say_what_each_says_alone(problem):
     plans = [
         _plan(pp=4, micro_batches=4),
         _plan(pp=4, micro_batches=8),
@@ -47,21 +47,21 @@ def test_estimates_that_share_runs_say_what_each_says_alone(question):
         _plan(pp=2, tp=2, micro_batches=2, recompute="full"),
         _plan(tp=4, sequence_parallel=True),
     ]
-    _alone(question, plans[0])  # the first in a process also holds what it imports
+    _alone(problem, plans[0])  # the first in a process also holds what it imports
     for plan in plans:
-        shared, alone = question.estimate(plan), _alone(question, plan)
+        shared, alone = problem.estimate(plan), _alone(problem, plan)
         assert shared.peaks == alone.peaks
         assert [rank.operations for rank in shared.ranks] == [rank.operations for rank in alone.ranks]
-    assert len(question.shared.traced or {}) == 2  # one for each number of tp ranks
-    assert question.captures
+    assert len(problem.shared.traced or {}) == 2  # one for each number of tp ranks
+    assert problem.captures
 
 
-def test_an_estimate_ends_at_a_rank_that_takes_too_much(question):
+def test_an_estimate_ends_at_a_rank_that_takes_too_much(problem):
     plan = _plan(pp=4, micro_batches=4)
-    every = _alone(question, plan)
+    every = _alone(problem, plan)
     first = every.ranks[0].peak_device
-    ended = _alone(question, plan, stop_above=first - 1)
+    ended = _alone(problem, plan, stop_above=first - 1)
     assert not ended.complete and [rank.stage for rank in ended.ranks] == [0]
     assert ended.largest.peak_device == first and ended.step_time is None
-    fits = _alone(question, plan, stop_above=every.largest.peak_device)
+    fits = _alone(problem, plan, stop_above=every.largest.peak_device)
     assert fits.complete and fits.peaks == every.peaks and fits.step_time is not None

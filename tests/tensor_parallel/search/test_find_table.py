@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from table_models import build
-from tensorshard.tensor_parallel.search.find_table import NoTensorPlanError, find_tensor_plan
-from tensorshard.tensor_parallel.search.published_tables import published_plan
+from tensorshard.tensor_parallel.search.find_table import NoTableError, find_tensor_plan
+from tensorshard.tensor_parallel.search.published_tables import published_table
 
 
 def find(model: nn.Module, size: int = 2, inputs: torch.Tensor | None = None) -> dict[str, str]:
@@ -218,16 +218,16 @@ def test_uneven_features():
 
 def test_nothing_to_split():
     model = nn.Sequential(nn.Linear(8, 1), nn.Softmax(-1), nn.Linear(1, 1))
-    with pytest.raises(NoTensorPlanError, match=r"nothing of this Sequential .* over 2 ranks:(.|\n)*starting from"):
+    with pytest.raises(NoTableError, match=r"nothing of this Sequential .* over 2 ranks:(.|\n)*starting from"):
         find_tensor_plan(model)
 
 
-def test_published_plans_are_normalised():
-    published = published_plan(build("llama"))
-    table = published.plan.to_dict()
+def test_published_tables_are_normalised():
+    published, unknown = published_table(build("llama"))
+    table = published.to_dict()
     assert table["model.layers.*.self_attn.q_proj"] == "colwise"
     assert table["lm_head"] == "colwise_gather"
-    assert not published.unknown
+    assert not unknown
 
 
 def test_a_published_style_of_another_age_is_told():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tensorshard.tensor_parallel.apply.sequence_shapes import full_sizes
+from tensorshard.tensor_parallel.apply.local_shapes import full_sizes
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 
 

@@ -1,4 +1,4 @@
-"""Which layers tensor parallelism takes for linear ones, embeddings and attentions: those that compute as these do."""
+"""Which layers tensor parallelism takes for linear ones, embeddings, attentions and modules of separate channels."""
 
 import pytest
 import torch
@@ -6,13 +6,17 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from tensorshard.model.forwards import Role, wrap_forward
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.tensor_parallel.table.layer_kinds import (
+    as_channelwise,
     as_splittable,
+    channel_layouts,
     is_multihead_attention,
-    is_transposed,
+    keep_own_channels,
     named_arguments,
     signature_of,
 )
+from tensorshard.tensor_parallel.table.layouts import Layout
 
 
 class Named(nn.Linear):
@@ -130,3 +134,73 @@ def test_a_signature_is_that_of_the_modules_own_forward():
     layer = nn.Linear(2, 3)
     layer.forward = lambda tokens, scale=1: tokens
     assert list(named_arguments(layer, (5,), {})) == ["tokens"]
+
+
+# -- modules that compute channel by channel --
+
+
+class Frozen(nn.Module):
+    """A batch norm whose numbers are all buffers, as in detection models."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.size = channels
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.ones(channels))
+
+
+@pytest.mark.parametrize(
+    ("module", "groups", "surely"),
+    [
+        (nn.BatchNorm2d(8), 8, True),
+        (nn.SyncBatchNorm(8), 8, True),
+        (nn.BatchNorm1d(8, affine=False, track_running_stats=False), 8, True),
+        (nn.InstanceNorm3d(8), 8, True),
+        (nn.GroupNorm(4, 8), 4, True),
+        (nn.Conv2d(8, 8, 3, groups=8), 8, True),
+        (nn.ConvTranspose1d(8, 16, 3, groups=2), 2, True),
+        (nn.PReLU(8), 8, False),
+        (Frozen(8), 8, False),
+    ],
+    ids=str,
+)
+def test_what_computes_by_channel(module, groups, surely):
+    found = as_channelwise(module)
+    assert found is not None and (found.inputs, found.groups, found.surely) == (8, groups, surely)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Conv2d(8, 8, 3), nn.Linear(8, 8), nn.ReLU(), nn.Embedding(8, 8), nn.Sequential(nn.BatchNorm2d(8)), nn.PReLU()],
+    ids=str,
+)
+def test_what_does_not(module):
+    found = as_channelwise(module)
+    assert found is None or found.inputs == 1
+
+
+def test_a_subclass_is_a_guess():
+    class Activated(nn.BatchNorm2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).relu()
+
+    found = as_channelwise(Activated(8))
+    assert found is not None and not found.surely
+
+
+def test_layouts_name_parameters_and_running_statistics():
+    layouts = channel_layouts("norm", nn.BatchNorm2d(12), 2, parts=2)
+    assert layouts == dict.fromkeys(("weight", "bias", "running_mean", "running_var"), Layout(0, (6, 6)))
+    assert channel_layouts("conv", nn.Conv1d(8, 16, 3, groups=4), 2) == {
+        "weight": Layout(0, (16,)),
+        "bias": Layout(0, (16,)),
+    }
+
+
+def test_counts_are_those_of_the_rank():
+    norm, depthwise = nn.GroupNorm(4, 8), nn.Conv2d(7, 7, 3, groups=7)
+    keep_own_channels(norm, 1, 2)
+    assert (norm.num_groups, norm.num_channels) == (2, 4)
+    channel_layouts("depthwise", depthwise, 2)
+    keep_own_channels(depthwise, 1, 2)
+    assert (depthwise.groups, depthwise.in_channels, depthwise.out_channels) == (3, 3, 3)

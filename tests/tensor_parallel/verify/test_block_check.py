@@ -7,13 +7,13 @@ from torch import nn
 from raised_errors import BY_VALUES, OTHERS, OURS, raising
 from tensorshard.model import provenance
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Style
+from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Divide
 from tensorshard.tensor_parallel.verify import block_check
 from tensorshard.tensor_parallel.verify.block_calls import as_call
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
-SPLIT = {"up": COLWISE, "down": ROWWISE, "": Style("divide", names=("heads",))}
+SPLIT = {"up": COLWISE, "down": ROWWISE, "": Divide(("heads",))}
 
 
 class Keyed(nn.Module):

@@ -131,7 +131,7 @@ def test_ordinary_blocks_are_alike(kind):
 def test_blocks_that_a_string_makes_unlike_are_split_each_by_its_own_check():
     model = Stack(*(Mlp(by_kind, kind=kind) for kind in ("relu", "softmax", "gelu", "softmax")))
     found = find_tensor_plan(model, 2, inputs=torch.zeros(2, 3, WIDTH))
-    split = {name.rpartition(".")[0] for name, style in found.plan.resolve(model).items() if style.kind == "colwise"}
+    split = {name.rpartition(".")[0] for name, style in found.plan.resolve(model).items() if style.name == "colwise"}
     assert split == {"layers.0", "layers.2"}
 
 

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 from peak_memory import peak_memory_of
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.table.styles import Style, parse_style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import parse_style
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
+from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
 from tensorshard.tensor_parallel.verify.model_run import find_units, run_once
 from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
 
@@ -60,7 +60,7 @@ def test_what_runs_is_what_counts(make):
 def _not_random(*blocks: nn.Module, table: Any = None, **options: Any) -> frozenset[str]:
     model = nn.Sequential(*blocks)
     assert set(find_units(model)) == {str(index) for index in range(len(blocks))}
-    return choose_tensor_plan(model, 2, table, inputs=torch.zeros(2, 3, 8), **options).not_random
+    return choose_tensor_table(model, 2, table, inputs=torch.zeros(2, 3, 8), **options).not_random
 
 
 def test_a_table_says_which_blocks_are_not_random():

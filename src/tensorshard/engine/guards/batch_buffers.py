@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.world import world
-from tensorshard.model.running_statistics import keeps_statistics
+from tensorshard.model.buffers import keeps_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.tensors import tensor_version

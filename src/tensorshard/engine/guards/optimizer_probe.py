@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
+from tensorshard.comm.world import world as current_world
 from tensorshard.sharded.sharded_model import ParameterSplit
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
@@ -70,7 +71,7 @@ def check_optimizer(
     """
     if type(optimizer) in _ELEMENTWISE:
         return
-    is_fake = world().is_simulated
+    is_fake = current_world().is_simulated
     trained = {name: master for name, master in masters.items() if master.requires_grad}
     sharded = [name for name, master in trained.items() if isinstance(master, DTensor)]
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
@@ -50,7 +51,7 @@ class GuardedStateDicts:
             take_parts = partial(self._take_parts, prefix, names, buffers)
             module.register_load_state_dict_pre_hook(self._for_own(take_parts))
         if plan.pp == 1:
-            sharded.model.register_forward_pre_hook(lambda *_: self.follow(), prepend=True)
+            hook_root(sharded.model, RootRole.LOADED_WEIGHTS, before=lambda *_: self.follow())
         if self.holds_parts:
             vars(sharded.model)["__deepcopy__"] = self._refuse_copy  # copy.deepcopy calls it
 

@@ -1,6 +1,7 @@
 """The logits of a linear layer, represented by its input and weight, and what can be computed of them a tile at a
 time."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,19 +11,19 @@ import torch.nn.functional as F
 from tensorshard.comm import differentiable as collectives
 from tensorshard.layers.arguments import check_indices
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.loss.heads.loss.class_range import Place
-from tensorshard.loss.heads.loss.gradients_in_forward import loss_with_gradients
-from tensorshard.loss.heads.loss.head_logits import head_tiles
-from tensorshard.loss.heads.loss.head_loss import Extras, head_loss
-from tensorshard.loss.heads.loss.head_spec import HeadSpec, choose_keep
-from tensorshard.loss.heads.loss.topk import largest_logits
-from tensorshard.loss.heads.tiles.precision import Precision
-from tensorshard.loss.softmax_cross_entropy import CrossEntropySpec
+from tensorshard.loss.formulas import CrossEntropySpec
+from tensorshard.loss.logits.deferred_logits import MINUS, OVER, PLUS, TANH, TIMES, DeferredLogits, Form, Gradients
+from tensorshard.loss.loss_arguments import Place
+from tensorshard.loss.tiled_loss import Extras, head_loss, loss_with_gradients
+from tensorshard.loss.tiles import Precision, head_tiles, largest_logits
+from tensorshard.loss.two_passes import HeadSpec, choose_keep
+from tensorshard.torch_private.fsdp import is_pre_backward_hook
 
 
 @dataclass(frozen=True)
-class LinearLogits:
-    """softcap * tanh((scale * features @ weight.T + bias) / softcap) + shift; without a softcap, there is no tanh.
+class LinearLogits(Form):
+    """softcap * tanh((scale * features @ weight.T + bias) / softcap) + shift, not computed. Without a softcap, there is
+    no tanh.
 
     Args:
         features: of the shape of the logits, with the features in the dimension of the classes.
@@ -32,6 +33,7 @@ class LinearLogits:
         place: which classes these are, and which ranks have the others.
         at_once: whether a loss's gradients are computed in forward. They are as large as the weight, so this is off
             where several forwards come before the first backward.
+        normalized: whether the log-softmax of these logits is meant.
     """
 
     features: torch.Tensor
@@ -43,10 +45,14 @@ class LinearLogits:
     softcap: float | None = None
     shift: float = 0.0
     at_once: bool = True
+    normalized: bool = False
+
+    @property
+    def tensor(self) -> torch.Tensor:  # type: ignore[override]
+        return self.features
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the logits of all ranks."""
         shape = self.features.shape
         return (*shape[: self.class_dim], self.place.classes, *shape[self.class_dim + 1 :])
 
@@ -62,9 +68,36 @@ class LinearLogits:
 
     # -- operations that do not compute them --
 
-    def laid_out(self, features: torch.Tensor, class_dim: int) -> "LinearLogits":
-        """The same with other features, or with the features in another layout."""
-        return replace(self, features=features, class_dim=class_dim)
+    def sources(self) -> tuple[torch.Tensor | None, ...]:
+        return self.features, self.weight, self.bias
+
+    def laid_out(self, tensor: torch.Tensor, class_dim: int) -> "LinearLogits":
+        return replace(self, features=tensor, class_dim=class_dim)
+
+    def detached(self) -> "LinearLogits":
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, features=self.features.detach(), weight=self.weight.detach(), bias=bias)
+
+    def cast(self, before: torch.dtype, dtype: torch.dtype) -> "LinearLogits | None":
+        return self if torch.promote_types(before, dtype) == dtype else None  # a narrower type would round the logits
+
+    def changed(self, func: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype) -> "LinearLogits | None":
+        if self.normalized:
+            return None
+        if func in TANH:
+            return replace(self, softcap=1.0) if not args and self.softcap is None and self.shift == 0 else None
+        if len(args) != 1:
+            return None
+        (other,) = args
+        if not isinstance(other, int | float):
+            return self.plus_bias(other) if func in PLUS else None
+        if func in TIMES:
+            return self.times(float(other))
+        if func in OVER and other != 0:
+            return self.times(1.0 / other)
+        if func in PLUS:
+            return replace(self, shift=self.shift + float(other))
+        return replace(self, shift=self.shift - float(other)) if func in MINUS else None
 
     def times(self, factor: float) -> "LinearLogits | None":
         """`factor` times these logits; None if they would have to be computed for that."""
@@ -74,32 +107,29 @@ class LinearLogits:
         softcap = None if self.softcap is None else self.softcap * factor
         return replace(self, scale=self.scale * factor, bias=bias, softcap=softcap, shift=self.shift * factor)
 
-    def plus(self, number: float) -> "LinearLogits":
-        """These logits with `number` added to each."""
-        return replace(self, shift=self.shift + number)
-
-    def plus_bias(self, bias: torch.Tensor) -> "LinearLogits | None":
-        """These logits with a number added for each class of all ranks; None if they were capped before."""
-        if self.softcap is not None or bias.dtype != self.weight.dtype:
+    def plus_bias(self, other: Any) -> "LinearLogits | None":
+        """These logits with a number added for each class of all ranks; None if `other` is something else, or if they
+        were capped before."""
+        if not isinstance(other, torch.Tensor) or isinstance(other, DeferredLogits):
             return None
-        own = bias.narrow(0, self.place.start, len(self.weight))
+        last = self.class_dim == len(self.shape) - 1
+        if not last or other.numel() != self.place.classes or other.shape[-1:] != self.shape[-1:]:
+            return None
+        if other.ndim > len(self.shape) or self.softcap is not None or other.dtype != self.weight.dtype:
+            return None
+        own = other.reshape(-1).narrow(0, self.place.start, len(self.weight))
         return replace(self, bias=own if self.bias is None else self.bias + own)
 
-    def tanh(self) -> "LinearLogits | None":
-        """The tanh of these logits; None if they would have to be computed for that."""
-        return replace(self, softcap=1.0) if self.softcap is None and self.shift == 0 else None
-
-    def detached(self) -> "LinearLogits":
-        bias = None if self.bias is None else self.bias.detach()
-        return replace(self, features=self.features.detach(), weight=self.weight.detach(), bias=bias)
-
-    def with_tensors(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> "LinearLogits":
-        return replace(self, features=features, weight=weight, bias=bias)
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """FSDP's hook only needs to run when backward begins. Any other gets the logits' gradient, so they are
+        computed."""
+        if not is_pre_backward_hook(hook) or not self.features.requires_grad:
+            return NotImplemented
+        return self.features.register_hook(hook)
 
     # -- results --
 
-    def compute(self, dtype: torch.dtype) -> torch.Tensor:
-        """All logits, differentiable. A collective of the ranks that have the classes."""
+    def full(self, dtype: torch.dtype) -> torch.Tensor:
         features = self.features.movedim(self.class_dim, -1)
         features = features if self.scale == 1.0 else features * self.scale
         if self.place.group is None:
@@ -109,7 +139,33 @@ class LinearLogits:
             logits = collectives.gather(part, -1, self.place.group, size=self.place.classes)
         logits = self._capped(logits.to(dtype))
         logits = logits if self.shift == 0 else logits + self.shift
+        logits = logits.log_softmax(-1) if self.normalized else logits
         return logits.movedim(-1, self.class_dim)
+
+    def gradients(self, dtype: torch.dtype) -> Gradients:
+        detached = self.detached()
+        return lambda needed, grad: detached.gradients_by(lambda form: form.full(dtype), needed, grad)
+
+    def gradients_by(
+        self, function: "Callable[[LinearLogits], torch.Tensor]", needed: Sequence[bool], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of features, weight and bias through `function` of these logits, which is computed again.
+
+        Args:
+            needed: which of the three gradients are needed.
+            grad: the gradient of the result of `function`.
+        """
+        with torch.enable_grad():
+            leaves = [
+                None if t is None else t.detach().requires_grad_(need)
+                for t, need in zip(self.sources(), needed, strict=False)
+            ]
+            features, weight, bias = leaves
+            assert features is not None and weight is not None
+            result = function(replace(self, features=features, weight=weight, bias=bias))
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        gradients = iter(torch.autograd.grad(result, wanted, grad))
+        return tuple(next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
 
     def loss(self, targets: torch.Tensor, class_weight: torch.Tensor | None, spec: CrossEntropySpec) -> Any:
         """The cross entropy of `targets`, whose shape is that of the logits without the classes, and the optional

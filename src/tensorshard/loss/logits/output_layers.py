@@ -17,12 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import shard_range
 from tensorshard.layers.arguments import autocast
-from tensorshard.loss.deferred_tensor import DeferredTensor
-from tensorshard.loss.heads.loss.class_range import Place
+from tensorshard.loss.logits.deferred_logits import DeferredLogits, Note, Source, defer
 from tensorshard.loss.logits.linear_logits import LinearLogits
-from tensorshard.loss.logits.noted_operations import NOTED
-from tensorshard.loss.logits.pending_logits import Note, PendingLogits, Source, make_pending
 from tensorshard.loss.logits.tiled_operations import TILED
+from tensorshard.loss.loss_arguments import Place
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 
 FEWEST_CLASSES = 8192
@@ -35,17 +33,14 @@ SMALLEST_SHARE = 1 / 16
 """"auto" computes logits that take less than this share of the bytes of the model's states on this rank."""
 
 
-_RULES = {**NOTED, **TILED}
-
-
-def pending_logits(linear: LinearLogits, note: Note) -> tuple[PendingLogits, Source]:
+def defer_linear(linear: LinearLogits, note: Note) -> tuple[DeferredLogits, Source]:
     """A tensor that stands for the logits of `linear`, and the source that knows all tensors made from it.
 
     Args:
         note: called at each use.
     """
-    source = Source(_RULES, note)
-    return make_pending(linear, linear.features.dtype, False, source), source
+    source = Source(TILED, note)
+    return defer(linear, linear.features.dtype, source), source
 
 
 @dataclass
@@ -80,7 +75,7 @@ class OutputLayer:
         weight, bias = self.module.weight, self.module.bias
         assert isinstance(weight, torch.Tensor)
         given = (features, weight) if bias is None else (features, weight, bias)
-        if any(isinstance(tensor, DeferredTensor | DTensor) for tensor in given) or features.numel() == 0:
+        if any(isinstance(tensor, DeferredLogits | DTensor) for tensor in given) or features.numel() == 0:
             return None
         features, weight, bias = autocast(features, weight, bias)  # type: ignore[arg-type, assignment]
         if self.transposed:
@@ -154,7 +149,7 @@ class OutputLogits:
         linear = layer.linear(args[0], self._at_once)
         if linear is None:
             return forward(*args, **kwargs)
-        logits, source = pending_logits(linear, layer.note)
+        logits, source = defer_linear(linear, layer.note)
         self._sources.append(source)
         return logits
 
@@ -174,11 +169,11 @@ class OutputLogits:
         if self._mode == "whole":
             return None
         fewest = f"{FEWEST_CLASSES:,} outputs or more" if self._mode == "auto" else "outputs"
-        told = [self._told(layer) for layer in self._layers]
-        told = told or [f"whole: no linear layer outside of the model's blocks has {fewest}"]
-        return "\n".join(f"logits         {sentence}" for sentence in told)
+        sentences = [self._sentence(layer) for layer in self._layers]
+        sentences = sentences or [f"whole: no linear layer outside of the model's blocks has {fewest}"]
+        return "\n".join(f"logits         {sentence}" for sentence in sentences)
 
-    def _told(self, layer: OutputLayer) -> str:
+    def _sentence(self, layer: OutputLayer) -> str:
         if layer.refused is not None:
             return f"{layer.name}: whole: {layer.refused}"
         tokens, size = layer.size

@@ -27,8 +27,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule played through. Unless :func:`timeline` is told otherwise, communication takes no time and all stages
-    cost the same.
+    """A schedule played through. Unless :func:`timeline` gets other durations, communication takes no time and all
+    stages cost the same.
 
     Args:
         schedule: its name.
@@ -53,28 +53,12 @@ class Timeline:
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1 - busy / (self.length * len(self.ranks))
 
-    @property
-    def active(self) -> tuple[tuple[float, int], ...]:
-        """How long so many ranks act at once: times, each with a number of ranks."""
-        changes: dict[float, int] = {}
-        for rank in self.ranks:
-            for timed in rank:
-                changes[timed.start] = changes.get(timed.start, 0) + 1
-                changes[timed.end] = changes.get(timed.end, 0) - 1
-        found: dict[int, float] = {}
-        before, count = 0.0, 0
-        for time, change in sorted(changes.items()):
-            if count:
-                found[count] = found.get(count, 0.0) + time - before
-            before, count = time, count + change
-        return tuple((found[count], count) for count in sorted(found))
-
     def kept(self, rank: int) -> int:
         """The largest number of forwards for which `rank` keeps activations at once. Each is of one of its stages."""
-        held = most = 0
+        count = most = 0
         for timed in self.ranks[rank]:
-            held += {"F": 1, "B": -1, "W": -1}.get(timed.action.kind, 0)
-            most = max(most, held)
+            count += {"F": 1, "B": -1, "W": -1}.get(timed.action.kind, 0)
+            most = max(most, count)
         return most
 
     def text(self) -> str:
@@ -217,11 +201,11 @@ def _in_order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: in
     """All actions of all ranks. The order depends on what each action needs, and not on how long anything takes."""
     todo = actions(schedule, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
     last, placed = ranks * stages_per_rank - 1, find_schedule(schedule)
-    found: list[_Turn] = []
+    order: list[_Turn] = []
     places: dict[Action, int] = {}
     following = [0] * ranks
-    while len(found) < sum(map(len, todo)):
-        before = len(found)
+    while len(order) < sum(map(len, todo)):
+        before = len(order)
         for rank in range(ranks):
             while following[rank] < len(todo[rank]):
                 action = todo[rank][following[rank]]
@@ -229,12 +213,12 @@ def _in_order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: in
                 if None in needs:
                     break
                 sent = [(places[n], placed.rank_of(n.stage, ranks) != rank) for n in needs if n is not None]
-                places[action] = len(found)
-                found.append(_Turn(action, rank, tuple(sent)))
+                places[action] = len(order)
+                order.append(_Turn(action, rank, tuple(sent)))
                 following[rank] += 1
-        if len(found) == before:
+        if len(order) == before:
             raise RuntimeError(f"the {schedule} schedule waits for itself")
-    return tuple(found)
+    return tuple(order)
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:

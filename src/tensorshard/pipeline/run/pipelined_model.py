@@ -1,4 +1,4 @@
-"""The stages that one rank of a pipeline has, seen as one laid-out model."""
+"""The stages that one rank of a pipeline has, seen as one sharded model."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,29 +9,27 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.model.parameters import buffer_aliases
-from tensorshard.offload.slots import OffloadedMaster
-from tensorshard.offload.update_behind import UpdateBehind
 from tensorshard.passes.precision import master_dtype
-from tensorshard.pipeline.cut.placement import unit_stages
-from tensorshard.pipeline.run.guards import Access, guard_modules
+from tensorshard.pipeline.cut import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
-from tensorshard.pipeline.run.shown_model import ShownModel
+from tensorshard.pipeline.run.shown_model import Access, ShownModel, guard_modules
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.schedules import find_schedule
-from tensorshard.sharded.sharded_model import ShardedModel, TakeGradient
+from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
+from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import every_module, own_parameters
 
 
 class PipelinedModel(ShardedModel):
-    """A rank's stages, each laid out over the other axes.
+    """A rank's stages, each sharded over the other axes.
 
-    A parameter that several stages use is held by each of them. Their gradients are added, so all make the same update.
+    A parameter that several stages use is on each of them. Their gradients are added, so all make the same update.
 
     Args:
         whole: the model, on the meta device.
         stages: this rank's, in order.
-        parts: the same, laid out.
+        parts: the same, sharded.
 
     Attributes:
         cut: all stages.
@@ -71,7 +69,7 @@ class PipelinedModel(ShardedModel):
             torch.device(mesh.device_mesh.device_type),
         )
         self._complete = True
-        self._behind: UpdateBehind | None = None
+        self._update: UpdateProgress | None = None
         self.logits = parts[-1].logits
         self.whole_views = [view for part in parts for view in part.whole_views]
 
@@ -244,29 +242,29 @@ class PipelinedModel(ShardedModel):
         for part in self.parts:
             part.watch_gradients(take, finish)
 
-    def watch_updates(self, behind: UpdateBehind) -> None:
-        self._behind = behind
+    def watch_updates(self, update: UpdateProgress) -> None:
+        self._update = update
         for part in self.parts:
-            part.watch_updates(behind)
+            part.watch_updates(update)
 
-    def offloaded_masters(self) -> dict[str, OffloadedMaster]:
-        found: dict[str, OffloadedMaster] = {}
+    def master_places(self) -> dict[str, Place]:
+        places: dict[str, Place] = {}
         for part in reversed(self.parts):  # of several copies the first is the master
-            found.update(part.offloaded_masters())
-        return found
+            places.update(part.master_places())
+        return places
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
         self._update_copies()
         for part in self.parts:
             part.all_gather_parameters(copied)
 
-    def follow_behind(self, copied: Container[torch.Tensor] = ()) -> None:
+    def gather_as_updated(self, copied: Container[torch.Tensor] = ()) -> None:
         if self._copies:
-            assert self._behind is not None
-            self._behind.wait([first for first, _ in self._copies])
+            assert self._update is not None
+            self._update.wait([first for first, _ in self._copies])
             self._update_copies()
         for part in self.parts:
-            part.follow_behind(copied)
+            part.gather_as_updated(copied)
 
     def all_gather_loaded(self) -> None:
         self._update_copies()
@@ -308,18 +306,18 @@ class PipelinedModel(ShardedModel):
     # -- state --
 
     def persistent_buffers(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for part in self.parts:
             for name, buffer in self._buffers_of(part):
-                found.setdefault(name, buffer)
-        return found
+                buffers.setdefault(name, buffer)
+        return buffers
 
     def owned_buffers(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for stage, part in zip(self.stages, self.parts, strict=True):
             owned = set(stage.owned_buffers())
-            found.update({name: buffer for name, buffer in self._buffers_of(part) if name in owned})
-        return found
+            buffers.update({name: buffer for name, buffer in self._buffers_of(part) if name in owned})
+        return buffers
 
     def _buffers_of(self, part: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
         """The persistent buffers of a stage, by their first names in the whole model: blocks of two may share one."""

@@ -23,7 +23,7 @@ class PipelineRunner:
         device: of this rank.
         context: makes the context of each forward, such as ``torch.autocast``.
         hooks: called before and after backwards.
-        split: whether gradients of inputs and of parameters may be computed apart, if the schedule does so.
+        split: whether gradients of inputs and of parameters may be computed separately, if the schedule does so.
 
     Raises:
         ValueError: the stages are not those that the schedule gives this rank.

@@ -105,10 +105,10 @@ class SharedGradients:
             given = gradients.get(name)
             master.grad = None if given is None else given.to(master.device)
         self.add()
-        found = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+        sums = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
         for name, master in self._masters.items():
             master.grad = before[name]
-        return found
+        return sums
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from tensorshard.plan.plan import Plan
+
 
 @dataclass
 class _Group:
@@ -44,14 +46,14 @@ class WeightBackward:
         for group in self._groups:
             edges, values, handles = [], [], []
             for gate in group.gates:
-                found = self._gradients.get(gate)
-                for index, gradient in enumerate(found or ()):
+                gradients_in = self._gradients.get(gate)
+                for index, gradient in enumerate(gradients_in or ()):
                     if gradient is not None:
                         edges.append(GradientEdge(gate, index))
                         values.append(gradient)
-                if found is not None and len(group.gates) > 1:
+                if gradients_in is not None and len(group.gates) > 1:
                     # A gradient that flows from one gate into another is already in the other's own gradient.
-                    handles.append(gate.register_prehook(partial(_replaced, tuple(found))))
+                    handles.append(gate.register_prehook(partial(_replaced, tuple(gradients_in))))
             try:
                 if edges:
                     torch.autograd.backward(edges, values, retain_graph=len(group.gates) > 1, inputs=group.parameters)
@@ -82,16 +84,16 @@ def backward_of_inputs(
     leaves = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
     order = _nodes([edge.node for edge in roots])
     on_the_way = _reaching(order, targets)
-    found: dict[Node, list[torch.Tensor | None]] = {}
+    arriving: dict[Node, list[torch.Tensor | None]] = {}
     for edge, gradient in zip(roots, given, strict=True):
         if edge.node not in on_the_way:  # not on a path to the inputs
-            slots = found.setdefault(edge.node, [])
+            slots = arriving.setdefault(edge.node, [])
             slots.extend([None] * (edge.output_nr + 1 - len(slots)))
             before = slots[edge.output_nr]
             slots[edge.output_nr] = gradient if before is None else before + gradient
     groups = _groups(order, on_the_way, {edge.node for edge in roots}, leaves)
     handles = [
-        gate.register_prehook(partial(_noted, found, gate))
+        gate.register_prehook(partial(_noted, arriving, gate))
         for group in groups
         for gate in group.gates
         if gate in on_the_way
@@ -104,7 +106,7 @@ def backward_of_inputs(
         for handle in handles:
             handle.remove()
     made = iter(computed)
-    return [next(made, None) if t.requires_grad else None for t in inputs], WeightBackward(groups, found, roots)
+    return [next(made, None) if t.requires_grad else None for t in inputs], WeightBackward(groups, arriving, roots)
 
 
 def _nodes(roots: list[Node]) -> list[Node]:
@@ -166,9 +168,19 @@ def _groups(
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def _noted(found: dict[Node, list[torch.Tensor | None]], gate: Node, gradients: Any) -> None:
-    found[gate] = list(gradients)
+def _noted(arriving: dict[Node, list[torch.Tensor | None]], gate: Node, gradients: Any) -> None:
+    arriving[gate] = list(gradients)
 
 
 def _replaced(gradients: Any, _: Any) -> Any:
     return gradients
+
+
+def may_split_backward(plan: Plan) -> bool:
+    """Whether gradients of inputs and of parameters may be computed separately.
+
+    They may not where something would be computed or sent twice, as in recomputed blocks and split layers, nor where
+    parameters are held during only one of the two.
+    """
+    whole_parameters = plan.zero < 3 or plan.dp_shard == 1  # type: ignore[operator]
+    return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile

@@ -10,9 +10,9 @@ from torch import nn
 from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
-from tensorshard.model.values import Layout, take_apart
-from tensorshard.pipeline.cut.cut import Cut
-from tensorshard.pipeline.run.crossings import Shapes, received_layouts, sent_layouts
+from tensorshard.model.tensors import TensorSpec, take_apart
+from tensorshard.pipeline.cut import Cut
+from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.stage_run import StageLeft, StageRun
 from tensorshard.pipeline.run.stage_skeleton import Removed, put_placeholders, skeleton
 from tensorshard.torch_private.autograd import is_in_backward
@@ -28,7 +28,7 @@ class StageModule:
 
     Args:
         model: whole, on the meta device or built. It is not changed; the stage shares its tensors.
-        shapes: of all stages.
+        cuts: of all stages, for each shape of the inputs.
         index: of the stage.
 
     Attributes:
@@ -42,11 +42,11 @@ class StageModule:
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
     """
 
-    def __init__(self, model: nn.Module, shapes: Shapes, index: int) -> None:
-        self.cut, self.index, self._shapes = shapes.cut, index, shapes
+    def __init__(self, model: nn.Module, cuts: CutCache, index: int) -> None:
+        self.cut, self.index, self._cuts = cuts.cut, index, cuts
         graph = self.cut.graph
-        own = {unit for unit, stages in shapes.stages_of.items() if index in stages}
-        self._stubs = shapes.stages_of.keys() - own
+        own = {unit for unit, stages in cuts.stages_of.items() if index in stages}
+        self._stubs = cuts.stages_of.keys() - own
         # Units that no run has called stay whole: a stage that holds their parameters may use them in ways not seen
         # yet.
         called_elsewhere = {call.unit for call in graph.calls} - own
@@ -80,7 +80,7 @@ class StageModule:
             clear_hooks(stub)
             wrap_forward(stub, Role.PIPELINE_STAGE, partial(self._stub, name))
         for name, unit in self.units.items():
-            if len(shapes.stages_of[name]) > 1:
+            if len(cuts.stages_of[name]) > 1:
                 wrap_forward(unit, Role.PIPELINE_STAGE, self._sometimes)
 
     @property
@@ -109,7 +109,7 @@ class StageModule:
         Raises:
             ValueError: the stage cannot compute its part of such inputs.
         """
-        cut = self._shapes.of(inputs, self.module)
+        cut = self._cuts.of(inputs, self.module)
         if cut is not self.latest:
             lacking = cut.buffers(self.index).intersection(removed.path for removed in self._removed)
             if lacking:
@@ -122,15 +122,15 @@ class StageModule:
     def expect_gradients(self) -> None:
         """Takes all parameters for trained ones from now on. Called on all stages at the same time."""
         self.is_stale = False
-        self._shapes.expect_gradients()
+        self._cuts.expect_gradients()
 
-    def received(self, inputs: Any) -> tuple[Layout, ...]:
+    def received(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage receives for the `inputs` of a micro-batch, in order."""
-        return received_layouts(self.cut_for(inputs), self.index)
+        return self.cut_for(inputs).received_specs(self.index)
 
-    def sent(self, inputs: Any) -> tuple[Layout, ...]:
+    def sent(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage sends on for the `inputs` of a micro-batch, in order."""
-        return sent_layouts(self.cut_for(inputs), self.index)
+        return self.cut_for(inputs).sent_specs(self.index)
 
     def __call__(self, inputs: Any, received: Sequence[torch.Tensor] = (), cut: Cut | None = None) -> Any:
         """Computes the stage's part of a micro-batch.
@@ -227,7 +227,7 @@ class StageModule:
     def _where(self, path: str) -> str:
         owners = [stage for stage in range(self.cut.stages) if path in self.cut.parameters(stage)]
         if not owners:
-            inside = (s for unit, s in self._shapes.stages_of.items() if f"{path}.".startswith(f"{unit}."))
+            inside = (s for unit, s in self._cuts.stages_of.items() if f"{path}.".startswith(f"{unit}."))
             owners = sorted(next(inside, ()))
         return " and ".join(f"stage {stage}" for stage in owners) or "another stage"
 
@@ -316,13 +316,13 @@ def _computed_elsewhere(unit: nn.Module, remains: nn.Module, *, nested: bool) ->
         remains: the part of the unit that the stage has.
         nested: whether other units call it as a part of themselves.
     """
-    held = {name for name, _ in remains.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in remains.named_parameters(remove_duplicate=False)}
     computed: dict[str, bool] = {}
     for name, module in unit.named_modules(remove_duplicate=False):  # modules come before what is inside of them
         prefix = f"{name}." if name else ""
         if any(True for _ in module.parameters()):
-            own_ones_held = all(prefix + key in held for key in own_parameters(module))
-            computed[name] = own_ones_held and any(key.startswith(prefix) for key in held) and bool(name or nested)
+            has_own = all(prefix + key in names for key in own_parameters(module))
+            computed[name] = has_own and any(key.startswith(prefix) for key in names) and bool(name or nested)
         else:  # an attention's core without parameters, say
             computed[name] = computed.get(name.rpartition(".")[0], False)
         if not computed[name]:

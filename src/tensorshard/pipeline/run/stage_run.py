@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from tensorshard.model.detached_alias import DetachedAlias
-from tensorshard.model.values import Layout, take_apart
-from tensorshard.pipeline.cut.cut import Cut
+from tensorshard.model.tensors import TensorSpec, take_apart
+from tensorshard.pipeline.cut import Cut
 from tensorshard.pipeline.trace.call_graph import Leaf
+from tensorshard.pipeline.trace.derivatives import DetachedAlias
 
 
 class StageLeft(BaseException):
@@ -26,10 +26,10 @@ class StageRun:
         if len(received) != len(expected):
             raise ValueError(f"stage {stage} received {len(received)} tensors; it needs {len(expected)}")
         for leaf, tensor in zip(expected, received, strict=True):
-            if not graph.layout(leaf).fits(tensor):
+            if not graph.spec(leaf).fits(tensor):
                 raise ValueError(
                     f"stage {stage} received {tensor.dtype} {list(tensor.shape)} for the output of "
-                    f"{graph.calls[leaf[0]].unit!r}, which should be {graph.layout(leaf)}"
+                    f"{graph.calls[leaf[0]].unit!r}, which should be {graph.spec(leaf)}"
                 )
         self._sends: tuple[Leaf, ...] = () if self._last else graph.crossing(self._stop)
         self._values: dict[Leaf, torch.Tensor] = {
@@ -74,15 +74,15 @@ class StageRun:
             return
         tensors = take_apart(output)[0]
         for leaf in wanted:
-            layout, unit = self._graph.layout(leaf), self._graph.calls[call].unit
-            if leaf[1] >= len(tensors) or not layout.fits(tensors[leaf[1]]):
-                got = [str(Layout.of(tensor)) for tensor in tensors]
+            spec, unit = self._graph.spec(leaf), self._graph.calls[call].unit
+            if leaf[1] >= len(tensors) or not spec.fits(tensors[leaf[1]]):
+                got = [str(TensorSpec.of(tensor)) for tensor in tensors]
                 raise RuntimeError(
                     f"{unit!r} returned {', '.join(got) or 'no tensor'}, but tensor {leaf[1]} of its output should be "
-                    f"{layout}, as in the run on fake tensors: its shapes depend on values"
+                    f"{spec}, as in the run on fake tensors: its shapes depend on values"
                 )
             tensor = tensors[leaf[1]]
-            self.is_stale |= tensor.requires_grad and not layout.requires_grad
+            self.is_stale |= tensor.requires_grad and not spec.requires_grad
             self._values[leaf] = tensor.clone() if leaf in self._graph.overwritten else tensor
 
     def is_foreign(self) -> bool:
@@ -94,18 +94,18 @@ class StageRun:
         call = self.position - 1
         made = self._graph.calls[call]
         return made.structure.build(
-            [self._tensor((call, index), layout, device) for index, layout in enumerate(made.layouts)]
+            [self._tensor((call, index), spec, device) for index, spec in enumerate(made.specs)]
         )
 
-    def _tensor(self, leaf: Leaf, layout: Layout, device: torch.device | None) -> torch.Tensor:
+    def _tensor(self, leaf: Leaf, spec: TensorSpec, device: torch.device | None) -> torch.Tensor:
         overwritten = leaf in self._graph.overwritten
         if leaf in self._values and leaf[0] < self._start:
             return self._values[leaf].clone() if overwritten else self._values[leaf]
         if overwritten:  # code outside of units writes into it, so one shared element in memory is not enough
-            return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
-        if layout.dtype not in self._zeros:
-            self._zeros[layout.dtype] = torch.zeros((), dtype=layout.dtype, device=device)
-        return self._zeros[layout.dtype].expand(layout.shape)
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        if spec.dtype not in self._zeros:
+            self._zeros[spec.dtype] = torch.zeros((), dtype=spec.dtype, device=device)
+        return self._zeros[spec.dtype].expand(spec.shape)
 
     def sent(self) -> tuple[torch.Tensor, ...]:
         """What goes to the next stage."""
@@ -113,7 +113,7 @@ class StageRun:
 
     def _sent(self, leaf: Leaf) -> torch.Tensor:
         tensor = self._values[leaf]
-        return DetachedAlias.apply(tensor) if self._graph.sent_layout(leaf).requires_grad else tensor.detach()
+        return DetachedAlias.apply(tensor) if self._graph.sent_spec(leaf).requires_grad else tensor.detach()
 
     def check_ended(self) -> None:
         """Called when the model's forward has returned."""

@@ -1,4 +1,4 @@
-"""A model's skeleton that holds the parameters and buffers of one stage alone."""
+"""A model's skeleton that has the parameters and buffers of one stage alone."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from torch import nn
 
 from tensorshard.comm.world import world
 from tensorshard.model.copies import copy_module
-from tensorshard.model.elsewhere import Elsewhere
 from tensorshard.model.fake_copies import keep_padding
-from tensorshard.model.other_places import follow
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
+from tensorshard.model.references import update_references
+from tensorshard.pipeline.run.absent_tensors import AbsentTensor
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 
@@ -34,7 +34,7 @@ class Removed:
     def show(self, value: torch.Tensor) -> None:
         """Puts `value` in its place, and in the other places of the tensor that was there."""
         vars(self.owner)[self.name] = value
-        follow(self.owner, self.name, self.shown[0], value)
+        update_references(self.owner, self.name, self.shown[0], value)
         self.shown[0] = value
 
     def put_own_placeholder(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ def put_placeholders(
     computes: Callable[[], bool] | None = None,
     sentence: Callable[[str], str] | None = None,
 ) -> None:
-    """Puts a tensor of its shape, with one element in memory, in the place of each. Those that are alike share it.
+    """Puts a tensor of its shape, with one element in memory, in the place of each. Those of one shape share it.
 
     Args:
         computes: says whether the stage computes now; at other times reading the tensors raises. None for plain zeros.
@@ -64,7 +64,7 @@ def put_placeholders(
         plain = made[key]
         if guarded:
             assert computes is not None and sentence is not None
-            each.show(Elsewhere.make(plain, computes, partial(sentence, each.path)))
+            each.show(AbsentTensor.make(plain, computes, partial(sentence, each.path)))
         else:
             each.show(plain.detach())  # an object of its own, which its other places hold
 

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.model.values import Layout
-from tensorshard.pipeline.cut.cut import Cut
-from tensorshard.pipeline.run.crossings import received_layouts, sent_layouts
+from tensorshard.model.tensors import TensorSpec
+from tensorshard.pipeline.cut import Cut
 from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.torch_private.pipelining import ScheduleStage
@@ -43,8 +42,8 @@ class _MicroBatch:
     """What a stage holds of one micro-batch between its forward and its backward."""
 
     cut: Cut
-    received_layouts: tuple[Layout, ...]
-    sent_layouts: tuple[Layout, ...]
+    received_specs: tuple[TensorSpec, ...]
+    sent_specs: tuple[TensorSpec, ...]
     received: tuple[torch.Tensor, ...] = ()
     sent: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were sent
@@ -61,8 +60,8 @@ class ScheduledStage(ScheduleStage):
         device: of received tensors.
         context: makes the context of each forward, such as ``torch.autocast``.
         hooks: called before and after backwards.
-        split: whether schedules that compute gradients of inputs and of parameters apart may do so. If not, both are
-            computed at the time of the inputs' gradients.
+        split: whether schedules that compute gradients of inputs and of parameters separately may do so. If not, both
+            are computed at the time of the inputs' gradients.
     """
 
     def __init__(
@@ -81,30 +80,30 @@ class ScheduledStage(ScheduleStage):
         self._context, self._hooks = context, hooks
         self._split = split and not stage.cut.graph.unsplittable_backward
         self._inputs: Sequence[Any] = ()
-        self._held: dict[int, _MicroBatch] = {}
+        self._batches: dict[int, _MicroBatch] = {}
         self._backwards = 0  # those of this step that added to parameters' gradients
 
     def begin(self, inputs: Sequence[Any]) -> None:
         """Sets the micro-batches of the next step, and forgets what a failed step left."""
         self._inputs = inputs
-        self._held = {}
+        self._batches = {}
         self._backwards = 0
 
     def _of(self, index: int) -> _MicroBatch:
-        if index not in self._held:
+        if index not in self._batches:
             with self._context():
                 inputs = self._inputs[index]
                 cut = self.stage.cut_for(inputs)
-                received, sent = received_layouts(cut, self.stage.index), sent_layouts(cut, self.stage.index)
-                self._held[index] = _MicroBatch(cut, received, sent)
-        return self._held[index]
+                received, sent = cut.received_specs(self.stage.index), cut.sent_specs(self.stage.index)
+                self._batches[index] = _MicroBatch(cut, received, sent)
+        return self._batches[index]
 
     # -- forward --
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        held = self._of(fwd_chunk_id)
-        held.received = tuple(layout.empty(self.device) for layout in held.received_layouts)
-        return self._ops(dist.irecv, held.received_layouts, held.received, self.stage_index - 1)
+        batch = self._of(fwd_chunk_id)
+        batch.received = tuple(spec.empty(self.device) for spec in batch.received_specs)
+        return self._ops(dist.irecv, batch.received_specs, batch.received, self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._of(mb_index).received = tuple(tensor.detach() for tensor in prev_stage_outputs)
@@ -112,35 +111,33 @@ class ScheduledStage(ScheduleStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        held = self._of(fwd_chunk_id)
-        for layout, tensor in zip(held.received_layouts, held.received, strict=True):
-            tensor.requires_grad_(layout.requires_grad)
+        batch = self._of(fwd_chunk_id)
+        for spec, tensor in zip(batch.received_specs, batch.received, strict=True):
+            tensor.requires_grad_(spec.requires_grad)
         self._hooks.before_forward(self.stage, fwd_chunk_id)
         with self._named("forward", fwd_chunk_id), self._context():
-            output = self.stage(self._inputs[fwd_chunk_id], held.received, held.cut)
+            output = self.stage(self._inputs[fwd_chunk_id], batch.received, batch.cut)
         if self.is_last:
             # The schedule's loss function takes it out of this list, so that nothing else holds it.
             return fwd_chunk_id, [output]
-        held.sent = output
+        batch.sent = output
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        held = self._of(fwd_chunk_id)
-        tensors = [layout.arranged(t.detach()) for layout, t in zip(held.sent_layouts, held.sent, strict=True)]
-        return self._ops(dist.isend, held.sent_layouts, tensors, self.stage_index + 1)
+        batch = self._of(fwd_chunk_id)
+        tensors = [spec.arranged(t.detach()) for spec, t in zip(batch.sent_specs, batch.sent, strict=True)]
+        return self._ops(dist.isend, batch.sent_specs, tensors, self.stage_index + 1)
 
     # -- backward --
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
             return []
-        held = self._of(bwd_chunk_id)
-        held.gradients = tuple(
-            layout.empty(self.device) if layout.requires_grad else None for layout in held.sent_layouts
-        )
-        return self._ops(dist.irecv, held.sent_layouts, held.gradients, self.stage_index + 1)
+        batch = self._of(bwd_chunk_id)
+        batch.gradients = tuple(spec.empty(self.device) if spec.requires_grad else None for spec in batch.sent_specs)
+        return self._ops(dist.irecv, batch.sent_specs, batch.gradients, self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self._of(mb_index).gradients = tuple(next_stage_bwd_outputs)
@@ -149,11 +146,11 @@ class ScheduledStage(ScheduleStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not self.has_backward:
-            self._held.pop(bwd_chunk_id, None)
+            self._batches.pop(bwd_chunk_id, None)
             return
-        held = self._of(bwd_chunk_id)
-        outputs = [loss] if self.is_last else list(held.sent)
-        gradients = [None] if self.is_last else list(held.gradients)
+        batch = self._of(bwd_chunk_id)
+        outputs = [loss] if self.is_last else list(batch.sent)
+        gradients = [None] if self.is_last else list(batch.gradients)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -164,42 +161,42 @@ class ScheduledStage(ScheduleStage):
             if pairs:
                 with self._named("backward", bwd_chunk_id):
                     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-            held.input_gradients = tuple(t.grad for t in held.received)
+            batch.input_gradients = tuple(t.grad for t in batch.received)
             self._hooks.after_backward(self.stage, bwd_chunk_id)
         else:
             with self._named("backward", bwd_chunk_id):
-                found, held.weights = backward_of_inputs(
-                    [t for t, _ in pairs], [g for _, g in pairs], held.received, self.stage.module.parameters()
+                input_gradients, batch.weights = backward_of_inputs(
+                    [t for t, _ in pairs], [g for _, g in pairs], batch.received, self.stage.module.parameters()
                 )
-            held.input_gradients = tuple(found)
-        held.received = held.sent = held.gradients = ()
+            batch.input_gradients = tuple(input_gradients)
+        batch.received = batch.sent = batch.gradients = ()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        held = self._held.get(bwd_chunk_id)
-        if held is None or held.weights is None:
+        batch = self._batches.get(bwd_chunk_id)
+        if batch is None or batch.weights is None:
             return
         self._before_gradients(bwd_chunk_id)
         with self._named("backward", bwd_chunk_id):
-            held.weights.run()
-        held.weights = None
+            batch.weights.run()
+        batch.weights = None
         self._hooks.after_backward(self.stage, bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        held = self._of(bwd_chunk_id)
+        batch = self._of(bwd_chunk_id)
         tensors = [
-            self._gradient(layout, gradient) if layout.requires_grad else None
-            for layout, gradient in zip(held.received_layouts, held.input_gradients, strict=True)
+            self._gradient(spec, gradient) if spec.requires_grad else None
+            for spec, gradient in zip(batch.received_specs, batch.input_gradients, strict=True)
         ]
-        held.input_gradients = ()
-        return self._ops(dist.isend, held.received_layouts, tensors, self.stage_index - 1)
+        batch.input_gradients = ()
+        return self._ops(dist.isend, batch.received_specs, tensors, self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         if not self.has_backward:
             return ()
-        held = self._of(mb_index)
-        gradients, held.input_gradients = held.input_gradients, ()
+        batch = self._of(mb_index)
+        gradients, batch.input_gradients = batch.input_gradients, ()
         return gradients
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -233,20 +230,20 @@ class ScheduledStage(ScheduleStage):
         self._backwards += 1
         self._hooks.before_backward(self.stage, index, last=self._backwards == len(self._inputs))
 
-    def _gradient(self, layout: Layout, gradient: torch.Tensor | None) -> torch.Tensor:
+    def _gradient(self, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor:
         if gradient is None:
-            return layout.empty(self.device).zero_()
-        return layout.arranged(gradient)
+            return spec.empty(self.device).zero_()
+        return spec.arranged(gradient)
 
     def _ops(
-        self, kind: Any, layouts: Sequence[Layout], tensors: Sequence[torch.Tensor | None], neighbour: int
+        self, kind: Any, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], neighbour: int
     ) -> list[dist.P2POp]:
         if not tensors:
             return []
         group = self.group if self.group is not None else dist.group.WORLD
         peer = dist.get_global_rank(group, self.stage_index_to_group_rank[neighbour])  # type: ignore[arg-type]
         return [
-            dist.P2POp(kind, layout.on_the_wire(tensor), peer, self.group)
-            for layout, tensor in zip(layouts, tensors, strict=True)
+            dist.P2POp(kind, spec.on_the_wire(tensor), peer, self.group)
+            for spec, tensor in zip(specs, tensors, strict=True)
             if tensor is not None
         ]

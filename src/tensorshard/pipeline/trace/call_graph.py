@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from tensorshard.model.values import Layout, Structure
+from tensorshard.model.tensors import Structure, TensorSpec
 
 Leaf = tuple[int, int]
 """A tensor: the index of the unit call that returned it, and its index among the tensors of that call's output."""
@@ -38,7 +38,7 @@ class UnitCall:
         unit: the unit's name.
         reads: what it needs.
         gradients: those outputs of earlier calls that get a gradient from its own outputs.
-        structure, layouts: its output, and the tensors in it.
+        structure, specs: its output, and the tensors in it.
         flops: floating-point operations of its forward and of the functional code before it.
         written_bytes: bytes of all tensors that the operations of both return.
         saved_bytes: bytes that its forward keeps for backward, without parameters.
@@ -48,7 +48,7 @@ class UnitCall:
     reads: Reads
     gradients: frozenset[Leaf]
     structure: Structure
-    layouts: tuple[Layout, ...]
+    specs: tuple[TensorSpec, ...]
     flops: int
     written_bytes: int
     saved_bytes: int
@@ -99,25 +99,25 @@ class CallGraph:
         """What call `index` needs; what the output needs for the index after the last call."""
         return self.output if index == len(self.calls) else self.calls[index].reads
 
-    def layout(self, leaf: Leaf) -> Layout:
-        """The layout of `leaf`."""
-        return self.calls[leaf[0]].layouts[leaf[1]]
+    def spec(self, leaf: Leaf) -> TensorSpec:
+        """The spec of `leaf`."""
+        return self.calls[leaf[0]].specs[leaf[1]]
 
-    def sent_layout(self, leaf: Leaf) -> Layout:
-        """The layout of a `leaf` that crosses a cut; without a gradient where none comes back for it."""
-        layout = self.layout(leaf)
-        return replace(layout, requires_grad=layout.requires_grad and leaf in self._with_gradients)
+    def sent_spec(self, leaf: Leaf) -> TensorSpec:
+        """The spec of a `leaf` that crosses a cut; without a gradient where none comes back for it."""
+        spec = self.spec(leaf)
+        return replace(spec, requires_grad=spec.requires_grad and leaf in self._with_gradients)
 
     @cached_property
     def _with_gradients(self) -> frozenset[Leaf]:
         # If later calls write into an output, it may need a gradient that its first content does not need.
-        found = set(self.output_gradients | self.changed)
-        with_gradients = {call for call, _ in found}
+        leaves = set(self.output_gradients | self.changed)
+        with_gradients = {call for call, _ in leaves}
         for index in reversed(range(len(self.calls))):
             if index in with_gradients:
-                found |= self.calls[index].gradients
+                leaves |= self.calls[index].gradients
                 with_gradients |= {call for call, _ in self.calls[index].gradients}
-        return frozenset(found)
+        return frozenset(leaves)
 
     @cached_property
     def _last_use(self) -> dict[Leaf, int]:
@@ -133,7 +133,7 @@ class CallGraph:
 
     def crossing_bytes(self, position: int) -> int:
         """Bytes that a cut at `position` sends in the forward of one micro-batch."""
-        return sum(self.layout(leaf).nbytes for leaf in self.crossing(position))
+        return sum(self.spec(leaf).nbytes for leaf in self.crossing(position))
 
     def buffers_of(self, start: int, stop: int) -> frozenset[str]:
         """First names of the buffers that are read for the calls from `start` to before `stop`."""

@@ -52,14 +52,14 @@ def _within_a_unit(func: Any, args: Any, kwargs: Any) -> Any:
         f"modules may have changed on the way; {_REMEDY}"
     )
     try:
-        found = func(*args, **kwargs)
+        gradients = func(*args, **kwargs)
     except RuntimeError as error:
         if "not have been used in the graph" not in str(error):
             raise
         raise UncuttableError(sentence) from error
-    if found is not None and any(each is None for each in found):
+    if gradients is not None and any(each is None for each in gradients):
         raise UncuttableError(sentence)
-    return found
+    return gradients
 
 
 def check_differentiable(unit: str) -> None:
@@ -86,3 +86,15 @@ def check_differentiable(unit: str) -> None:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+class DetachedAlias(torch.autograd.Function):
+    """The identity. Its result, unlike a view, may be detached and be changed in place, whatever it was made from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from tensorshard.model.detached_alias import DetachedAlias
-from tensorshard.model.forward_code import forward_classes, used_by_forwards
-from tensorshard.model.host_random import host_random_states
-from tensorshard.model.tensors import map_tensors, storage_key, tensor_leaves
-from tensorshard.model.values import Layout, take_apart
+from tensorshard.model.fake_copies import copy_with
+from tensorshard.model.forwards import Role, forward_within
+from tensorshard.model.reachable_state import forward_classes, used_by_forwards
+from tensorshard.model.state_places import host_random_states
+from tensorshard.model.tensors import TensorSpec, map_tensors, storage_key, take_apart, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
-from tensorshard.pipeline.trace.derivatives import UncuttableError, check_differentiable
-from tensorshard.pipeline.trace.real_run import run_for_real
+from tensorshard.pipeline.trace.derivatives import DetachedAlias, UncuttableError, check_differentiable
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import (
@@ -27,14 +26,14 @@ from tensorshard.torch_private.fake_tensors import (
 from tensorshard.torch_private.modules import NormBase
 from tensorshard.torch_private.tensors import tensor_version
 
-# Autograd's nodes that cannot compute the gradients of inputs and of parameters apart.
+# Autograd's nodes that cannot compute the gradients of inputs and of parameters separately.
 _ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
 
 
-__all__ = ["Recording", "UncuttableError"]
+__all__ = ["TracedRun", "UncuttableError"]
 
 
-class Recording:
+class TracedRun:
     """Notes what happens during one run.
 
     Args:
@@ -149,11 +148,9 @@ class Recording:
         tensors, structure = take_apart(output)
         reads = reads_of(sources.read)
         gradients = reads.leaves if self._estimated else self.gradient_leaves(tensors)
-        layouts = tuple(Layout.of(tensor) for tensor in tensors)
+        specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         self.calls.append(
-            UnitCall(
-                name, reads, gradients, structure, layouts, sources.flops, sources.written_bytes, self._saved.nbytes
-            )
+            UnitCall(name, reads, gradients, structure, specs, sources.flops, sources.written_bytes, self._saved.nbytes)
         )
         self._saved.forget()
         if [tensor_version(buffer) for buffer in unit.buffers()] != self._versions or _keeps_statistics(unit):
@@ -181,13 +178,13 @@ class Recording:
 
     def _fresh(self, tensor: torch.Tensor, call: int, index: int) -> torch.Tensor:
         """A tensor like one that a unit returned, with an unknown value and no history in autograd."""
-        layout = Layout.of(tensor)
+        spec = TensorSpec.of(tensor)
         with without_dispatch_modes(), self._fake:
-            fresh = layout.empty(self._device)
-        fresh.requires_grad_(layout.requires_grad)
+            fresh = spec.empty(self._device)
+        fresh.requires_grad_(spec.requires_grad)
         self._leaves[id(fresh)] = (call, index)
         self.sources.set_output(fresh, (call, index))
-        return DetachedAlias.apply(fresh) if layout.requires_grad else fresh  # functional code may change it in place
+        return DetachedAlias.apply(fresh) if spec.requires_grad else fresh  # functional code may change it in place
 
     # -- code outside of units --
 
@@ -211,18 +208,18 @@ class Recording:
         """The outputs of earlier calls that get a gradient from `tensors`."""
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         seen = set(nodes)
-        found = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
+        leaves = {self._leaves[id(tensor)] for tensor in tensors if id(tensor) in self._leaves}
         while nodes:
             node = nodes.pop()
             self.unsplittable_backward |= node.name() in _ONE_PIECE
             variable = getattr(node, "variable", None)
             if id(variable) in self._leaves:
-                found.add(self._leaves[id(variable)])
+                leaves.add(self._leaves[id(variable)])
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     nodes.append(following)
-        return frozenset(found)
+        return frozenset(leaves)
 
 
 class _SavedBytes:
@@ -260,3 +257,28 @@ def _is_checkpointed() -> bool:
 
 def _keeps_statistics(unit: nn.Module) -> bool:
     return any(isinstance(module, NormBase) and module.track_running_stats for module in unit.modules())
+
+
+def run_for_real(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a copy of `unit` with arbitrary weights returns for arbitrary values, on the CPU.
+
+    It takes the memory of that one unit until it returns.
+
+    Args:
+        unit: on fake tensors; it is not changed.
+        args, kwargs: only the tensors' shapes, types and ``requires_grad`` count.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).mul_(0.02).to(tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    copied = copy_with(unit, values)
+    forward = forward_within(copied, Role.TRACE)  # the tracer's notes calls on fake tensors; hooks are around it
+    given = map_tensors(
+        lambda tensor: values("", tensor).requires_grad_(tensor.requires_grad and tensor.is_floating_point()),
+        (args, kwargs),
+    )
+    return forward(*given[0], **given[1])

@@ -1,32 +1,35 @@
-"""Running a model on fake tensors, to learn in which order its units are called and what each needs."""
+"""Runs a model on fake tensors, to learn in which order its units are called and what each needs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from tensorshard.common.repetitions import shortened
+from tensorshard.common.sampled_loops import sample_loops
 from tensorshard.model.batches import call_model
+from tensorshard.model.blocks import find_blocks, named_parts, select_modules
 from tensorshard.model.fake_copies import make_fake_copy, make_sample
 from tensorshard.model.forwards import Forward, Role, wrap_forward
-from tensorshard.model.host_random import host_random_kept
-from tensorshard.model.memoized import nothing_remembered
+from tensorshard.model.global_state import restored_globals
 from tensorshard.model.parameters import parameter_aliases
-from tensorshard.model.tensors import tensors_within
-from tensorshard.model.values import take_apart
+from tensorshard.model.state_places import host_random_restored
+from tensorshard.model.tensors import take_apart, tensors_within
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.derivatives import WithoutDerivatives
-from tensorshard.pipeline.trace.pipeline_units import find_units
-from tensorshard.pipeline.trace.traced_run import Recording, UncuttableError
+from tensorshard.pipeline.trace.traced_run import TracedRun, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES
-from tensorshard.torch_private.modules import every_module, has_backward_hooks
+from tensorshard.torch_private.modules import DropoutBase, NormBase, every_module, has_backward_hooks, own_parameters
 from tensorshard.torch_private.process_groups import alone_in_the_world
+
+# Where torch defines activations, pooling and upsampling.
+_ON_ACTIVATIONS = {f"torch.nn.modules.{name}" for name in ("activation", "pixelshuffle", "pooling", "upsampling")}
 
 
 class Tracer:
@@ -60,7 +63,7 @@ class Tracer:
                 with self._fake:
                     prepare(self._copy)
         self._aliases = parameter_aliases(self._copy)
-        self._recording: Recording | None = None
+        self._recording: TracedRun | None = None
         self._watched: set[str] = set()
         for name in self.unit_names:
             self._watch(name)
@@ -106,10 +109,10 @@ class Tracer:
             alone_in_the_world(),
             without_dispatch_modes(),
             torch.random.fork_rng(devices=devices),
-            host_random_kept(),
-            nothing_remembered(self._copy),
+            host_random_restored(),
+            restored_globals(self._copy),
             self._recorded(samples) as recording,
-            shortened(recording.sources.turns),
+            sample_loops(recording.sources.loop),
         ):
             with WithoutDerivatives(lambda: recording.module if recording.sources.call is None else None):
                 result = self._output(recording, samples)
@@ -145,7 +148,7 @@ class Tracer:
             bytes_of={name: p.numel() * p.element_size() for name, p in self._copy.named_parameters()},
             stateful=frozenset(recording.stateful),
             nested=frozenset(recording.nested),
-            hooked=frozenset(n for n in self.unit_names if _has_backward_hooks(self._copy.get_submodule(n))),
+            hooked=frozenset(n for n in self.unit_names if has_backward_hooks(self._copy.get_submodule(n))),
             unsplittable_backward=recording.unsplittable_backward,
         )
         return graph, recording.impure
@@ -177,16 +180,16 @@ class Tracer:
         }
 
     @contextmanager
-    def _recorded(self, samples: Any) -> Iterator[Recording]:
+    def _recorded(self, samples: Any) -> Iterator[TracedRun]:
         sources = UnitSources(self._fake, self._copy, samples)
-        self._recording = Recording(self._copy, sources, self._fake, self.device)
+        self._recording = TracedRun(self._copy, sources, self._fake, self.device)
         try:
             with self._recording.active():
                 yield self._recording
         finally:
             self._recording = None
 
-    def _output(self, recording: Recording, samples: Any) -> Any:
+    def _output(self, recording: TracedRun, samples: Any) -> Any:
         try:
             return call_model(self._copy, samples)
         except NEEDS_VALUES as error:
@@ -232,7 +235,7 @@ class Tracer:
         for name, module in self._copy.named_modules():
             if name in self._watched or not self._holds_units(name):
                 continue
-            if _has_backward_hooks(module):
+            if has_backward_hooks(module):
                 raise UncuttableError(
                     f"{f'module {name!r}' if name else 'the model'} has a hook on its backward, and its modules may be "
                     f"on several stages, of which none has the gradients of both ends; hook its modules instead, such "
@@ -246,17 +249,62 @@ class Tracer:
         return any(not name or unit.startswith(f"{name}.") for unit in self.unit_names)
 
 
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return has_backward_hooks(module)
-
-
-def _further(found: list[torch.Tensor], output: list[torch.Tensor], sources: UnitSources) -> list[torch.Tensor]:
-    """Those of the tensors that were `found` inside of objects of an output which count beside its own tensors.
+def _further(within: list[torch.Tensor], output: list[torch.Tensor], sources: UnitSources) -> list[torch.Tensor]:
+    """Those of the tensors that were `within` inside of objects of an output which count beside its own tensors.
 
     A cache holds tensors that units did not return. They are no part of the output, unless nothing else has a gradient.
     """
     known = {id(tensor) for tensor in output}
-    further = [tensor for tensor in found if id(tensor) not in known]
+    further = [tensor for tensor in within if id(tensor) not in known]
     if not any(tensor.requires_grad for tensor in output):
         return further
     return [tensor for tensor in further if all(kind != "side_output" for kind, _ in sources.of([tensor]))]
+
+
+def find_units(model: nn.Module, named: list[str] | None = None) -> dict[str, nn.Module]:
+    """The modules that are computed by one stage each, by name, in registration order; none is inside of another.
+
+    They are the blocks (see :func:`tensorshard.model.blocks.find_blocks`, or as `named`). Outside of blocks they are
+    every module that holds parameters and has no submodule that does, every normalization, dropout, activation,
+    pooling and upsampling of torch.nn. The rest is functional code and other modules without parameters, which every
+    stage runs.
+
+    Args:
+        named: patterns of module names that are blocks instead, as in ``layers.*``.
+
+    Raises:
+        ValueError: a pattern that matches no module.
+    """
+    chosen = find_blocks(model) if named is None else select_modules(model, named)
+    blocks = set(map(id, chosen.values())) - {id(model)}
+    units: dict[str, nn.Module] = {}
+    _collect(model, "", blocks, units, set())
+    return units
+
+
+def _collect(module: nn.Module, prefix: str, blocks: set[int], units: dict[str, nn.Module], seen: set[int]) -> None:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if id(child) in blocks or _is_unit(child):
+            units[path] = child
+        else:
+            _collect(child, f"{path}.", blocks, units, seen)
+
+
+def _is_unit(module: nn.Module) -> bool:
+    # Two stages must not compute different statistics, nor draw different masks, for the same value.
+    if isinstance(module, NormBase) or (isinstance(module, DropoutBase) and module.p > 0):
+        return True
+    # All stages could run these, but each would read and write whole activations for results that it does not need.
+    if any(base.__module__ in _ON_ACTIVATIONS for base in type(module).__mro__) and not _has_parameters([module]):
+        return True
+    if not own_parameters(module) and not is_parametrized(module):
+        return False
+    return not _has_parameters(named_parts(module).values())
+
+
+def _has_parameters(modules: Iterable[nn.Module]) -> bool:
+    return any(True for module in modules for _ in module.parameters())

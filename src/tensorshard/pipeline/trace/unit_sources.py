@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from tensorshard.common.repetitions import FewTurns
+from tensorshard.common.sampled_loops import SampledLoop
+from tensorshard.model.call_stack import users_line
 from tensorshard.model.provenance import Operation, Provenance
-from tensorshard.model.source_lines import users_line
 from tensorshard.model.tensors import storage_key, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
 from tensorshard.pipeline.trace.derivatives import UncuttableError
@@ -47,7 +47,7 @@ class UnitSources(Provenance[Source]):
         self._outputs: dict[int, Leaf] = {}  # the outputs of units, by storage
         self.call: int | None = None  # the unit call that is running
         self.read: set[Source] = set()  # what it has read
-        self.turns = FewTurns()
+        self.loop = SampledLoop()
         self.flops = 0  # since the last count was taken; so are the bytes
         self.written_bytes = 0
         self.overwritten: set[Leaf] = set()  # outputs of units that functional code changed in place
@@ -118,7 +118,7 @@ class UnitSources(Provenance[Source]):
         self.add((*operation.outputs, *operation.written), sources)
 
     def _count(self, operation: Operation) -> None:
-        times = self.turns.times
+        times = self.loop.times
         self.written_bytes += times * sum(tensor.numel() * tensor.element_size() for tensor in operation.outputs)
         packet = operation.func.overloadpacket
         if packet.__name__.startswith("_scaled_dot_product"):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorshard.plan.plan import RECOMPUTE_MODES, Plan
-from tensorshard.predict.search.question import Question
+from tensorshard.predict.search.problem import SearchProblem
 
 # Schedules that are tried, with the stages of each rank. Others take as long as one of these, or differ only in memory.
 _SCHEDULES: tuple[tuple[str, int | None], ...] = (("1f1b", None), ("interleaved_1f1b", 2), ("zbv", 2))
@@ -42,34 +42,34 @@ class Candidate:
     order: int
 
 
-def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
+def candidates(problem: SearchProblem) -> tuple[list[Candidate], list[Refusal]]:
     """The plans to choose from, simpler ones first, and the regions without any plan."""
     refused: dict[str, str] = {}
     found: list[Candidate] = []
-    for tp, pp, dp in _splits(question, refused):
-        for shape in _shapes(question, tp, pp, dp):
-            for plan in _plans(question, shape, question.global_batch // dp, refused):
-                size = question.global_batch // dp // plan.micro_batches
+    for tp, pp, dp in _splits(problem, refused):
+        for shape in _shapes(problem, tp, pp, dp):
+            for plan in _plans(problem, shape, problem.global_batch // dp, refused):
+                size = problem.global_batch // dp // plan.micro_batches
                 found.append(Candidate(plan, size, len(found)))
     there = {_region(candidate.plan) for candidate in found}
     return found, [Refusal(region, reason) for region, reason in refused.items() if region not in there]
 
 
-def _splits(question: Question, refused: dict[str, str]) -> Iterator[tuple[int, int, int]]:
+def _splits(problem: SearchProblem, refused: dict[str, str]) -> Iterator[tuple[int, int, int]]:
     """Degrees of tp, pp and of both data axes together."""
-    world, batch = question.world_size, question.global_batch
-    node = question.rates.devices_per_node
+    world, batch = problem.world_size, problem.global_batch
+    node = problem.rates.devices_per_node
     for axis in ("tp", "pp"):
-        degree = question.fixed.get(axis, 1)
+        degree = problem.fixed.get(axis, 1)
         if world % degree:
             refused[f"{axis}={degree}"] = f"does not divide the {world} ranks"
-    for tp in _options(question, "tp", _divisors(world)):
+    for tp in _options(problem, "tp", _divisors(world)):
         if world % tp:
             continue
-        if tp > node and "tp" not in question.fixed:
+        if tp > node and "tp" not in problem.fixed:
             refused[f"tp={tp}"] = f"crosses nodes, which have {node} devices each"
             continue
-        for pp in _options(question, "pp", _divisors(world // tp)):
+        for pp in _options(problem, "pp", _divisors(world // tp)):
             if world // tp % pp:
                 continue
             dp = world // tp // pp
@@ -79,15 +79,15 @@ def _splits(question: Question, refused: dict[str, str]) -> Iterator[tuple[int, 
             yield tp, pp, dp
 
 
-def _shapes(question: Question, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
+def _shapes(problem: SearchProblem, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
     """Fields of a Plan with these degrees: the axes, sequence parallelism and the pipeline's schedule."""
-    sequences = _options(question, "sequence_parallel", (False, True) if tp > 1 else (False,))
-    names = _options(question, "pp_schedule", [name for name, _ in _SCHEDULES] if pp > 1 else ["1f1b"])
+    sequences = _options(problem, "sequence_parallel", (False, True) if tp > 1 else (False,))
+    names = _options(problem, "pp_schedule", [name for name, _ in _SCHEDULES] if pp > 1 else ["1f1b"])
     for sequence in sequences:
         for name in names:
             default = dict(_SCHEDULES).get(name) if pp > 1 else None
-            for stages in _options(question, "pp_stages_per_rank", (default,)):
-                for shard in _shard_degrees(question, tp, dp):
+            for stages in _options(problem, "pp_stages_per_rank", (default,)):
+                for shard in _shard_degrees(problem, tp, dp):
                     yield {
                         "tp": tp,
                         "pp": pp,
@@ -99,13 +99,13 @@ def _shapes(question: Question, tp: int, pp: int, dp: int) -> Iterator[dict[str,
                     }
 
 
-def _shard_degrees(question: Question, tp: int, dp: int) -> list[int]:
+def _shard_degrees(problem: SearchProblem, tp: int, dp: int) -> list[int]:
     """The values of dp_shard to try: all data ranks, or those of a node (hybrid sharding)."""
     degrees = [dp]
-    within = max((d for d in _divisors(dp) if d * tp <= question.rates.devices_per_node), default=1)
+    within = max((d for d in _divisors(dp) if d * tp <= problem.rates.devices_per_node), default=1)
     if 1 < within < dp:
         degrees.append(within)
-    fixed = question.fixed.get("dp_shard"), question.fixed.get("dp_replicate")
+    fixed = problem.fixed.get("dp_shard"), problem.fixed.get("dp_replicate")
     if fixed[0] is not None:
         degrees = [fixed[0]] if dp % fixed[0] == 0 else []
     elif fixed[1] is not None:
@@ -113,7 +113,7 @@ def _shard_degrees(question: Question, tp: int, dp: int) -> list[int]:
     return [d for d in degrees if fixed[1] in (None, dp // d)]
 
 
-def _plans(question: Question, shape: dict[str, Any], batch: int, refused: dict[str, str]) -> Iterator[Plan]:
+def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: dict[str, str]) -> Iterator[Plan]:
     """The plans of a shape, with all ZeRO levels, micro-batches, recomputation and offload.
 
     Args:
@@ -125,22 +125,22 @@ def _plans(question: Question, shape: dict[str, Any], batch: int, refused: dict[
     else:
         levels = (0, 1, 2, 3) if several else (0,)
     counts = _micro_batches(batch)
-    if "micro_batches" in question.fixed and batch % question.fixed["micro_batches"]:
-        count = question.fixed["micro_batches"]
-        refused[f"dp={question.global_batch // batch}"] = f"leaves {batch} samples, not a multiple of {count}"
+    if "micro_batches" in problem.fixed and batch % problem.fixed["micro_batches"]:
+        count = problem.fixed["micro_batches"]
+        refused[f"dp={problem.global_batch // batch}"] = f"leaves {batch} samples, not a multiple of {count}"
         return
     # CPU ranks have no device memory apart from the host's. So only offload to disk saves any.
-    places = (None, "disk") if question.on_cpus and question.rates.disk_bandwidth else (None,)
-    for offload in _options(question, "offload", places):
-        for recompute in _options(question, "recompute", RECOMPUTE_MODES):
-            for zero in _options(question, "zero", levels):
-                for count in _options(question, "micro_batches", counts):
+    places = (None, "disk") if problem.on_cpus and problem.rates.disk_bandwidth else (None,)
+    for offload in _options(problem, "offload", places):
+        for recompute in _options(problem, "recompute", RECOMPUTE_MODES):
+            for zero in _options(problem, "zero", levels):
+                for count in _options(problem, "micro_batches", counts):
                     chosen = {**shape, "zero": zero, "recompute": recompute, "offload": offload, "micro_batches": count}
                     whole = recompute != "none" or shape["tp"] > 1 or (zero == 3 and several)
-                    if whole and shape["pp_schedule"] == "zbv" and "pp_schedule" not in question.fixed:
+                    if whole and shape["pp_schedule"] == "zbv" and "pp_schedule" not in problem.fixed:
                         continue  # if backward is not split in two halves, zbv is no better than the others
                     try:
-                        plan = question.plan(**chosen).resolve(question.world_size)
+                        plan = problem.plan(**chosen).resolve(problem.world_size)
                         _ = plan.stages_per_rank
                     except ValueError as error:
                         of_region = _region(Plan(tp=shape["tp"], pp=shape["pp"], pp_schedule=shape["pp_schedule"]))
@@ -159,9 +159,9 @@ def _micro_batches(batch: int) -> list[int]:
     return [count for count in _divisors(batch) if count == 1 or (batch // count).bit_count() == 1]
 
 
-def _options(question: Question, name: str, otherwise: Sequence[Any]) -> Sequence[Any]:
+def _options(problem: SearchProblem, name: str, otherwise: Sequence[Any]) -> Sequence[Any]:
     """The values that a field may have: the one that is fixed, or `otherwise`."""
-    return (question.fixed[name],) if name in question.fixed else otherwise
+    return (problem.fixed[name],) if name in problem.fixed else otherwise
 
 
 def _divisors(number: int) -> list[int]:

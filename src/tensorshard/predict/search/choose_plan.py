@@ -1,8 +1,10 @@
 """The best plan for the world that this process is in: rank 0 searches for it, and all ranks take it."""
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,11 +15,14 @@ from tensorshard.comm.world import ranks_here
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import room_for_rank
 from tensorshard.model.batches import batch_size
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.plan.plan import Plan
+from tensorshard.predict.hardware import hardware_here
 from tensorshard.predict.search.find_plans import find_plans
-from tensorshard.predict.search.guessed_targets import guess_targets
-from tensorshard.predict.search.machine import hardware_here
-from tensorshard.predict.search.question import fixed_fields
+from tensorshard.predict.search.model_facts import model_facts
+from tensorshard.predict.search.problem import fixed_fields
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 
 
 def choose_plan(
@@ -69,3 +74,49 @@ def choose_plan(
         return plan
 
     return Plan.from_dict(decide_once(choose, world_group()))
+
+
+def guess_targets(
+    model: nn.Module | Callable[[], nn.Module], loss_fn: Callable[[Any, Any], Any], inputs: Any, samples: int
+) -> Any:
+    """Zeros that ``loss_fn(model(inputs), targets)`` takes: classes, values like the output's, or the inputs.
+
+    Args:
+        inputs: a batch of `samples`.
+
+    Raises:
+        ValueError: the loss takes none of these.
+    """
+    facts = model_facts(model, inputs, samples)
+    outputs = [] if facts is None else tensor_leaves(facts.output)
+    if facts is not None and outputs:
+        candidates = [torch.zeros(shape, dtype=dtype) for shape, dtype in _shapes(outputs[0])]
+        for targets in (*candidates, inputs):
+            if _is_taken(loss_fn, facts.output, targets):
+                return targets
+    raise ValueError(
+        "sample_targets were not given, and could not be guessed: the loss takes neither classes nor values like the "
+        "model's output nor its inputs; give sample_targets=, of one batch as Engine.step is given them"
+    )
+
+
+def _shapes(output: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    shape = tuple(output.shape)
+    if output.dim() > 1 and shape[-1] > 1:
+        yield shape[:-1], torch.long  # a class for each place
+    if output.dim() > 2:
+        yield (shape[0], *shape[2:]), torch.long  # channels come second, as in segmentation
+    yield shape, torch.float32
+
+
+def _is_taken(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> bool:
+    with QuickFakeTensorMode(), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")  # such as the warning about shapes that are broadcast
+        try:
+            fakes = [map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), tree) for tree in (output, targets)]
+            loss_fn(*fakes)
+        except Exception as error:  # a loss may raise anything for targets that do not suit it
+            if isinstance(error, Warning) or raised_by_model(error):
+                return False
+            raise
+    return True

@@ -11,9 +11,8 @@ from tensorshard.plan.plan import Plan
 from tensorshard.predict.hardware import Hardware
 from tensorshard.predict.search.nothing_fits import nothing_fits
 from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.question import Question, ask, check_objective
-from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Key, Search
+from tensorshard.predict.search.problem import SearchProblem, check_objective, make_problem
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Key, Progress, Search
 from tensorshard.predict.search.wording import found_reasons, rejections
 
 _TRIES = 8  # the most plans that are estimated, the best first, as long as none of them fits
@@ -76,7 +75,7 @@ def find_plans(
         2
     """
     check_objective(objective, step_time, top)
-    question = ask(
+    problem = make_problem(
         model,
         world_size=world_size,
         inputs=inputs,
@@ -90,9 +89,9 @@ def find_plans(
     )
     progress = Progress()
     if step_time is not None:
-        return _answer(_cheapest(question, top, step_time, progress), top, by_memory=False)
+        return _answer(_cheapest(problem, top, step_time, progress), top, by_memory=False)
     by_memory = objective == "memory"
-    search = _best(Search(question), BY_MEMORY if by_memory else BY_TIME, top, progress)
+    search = _best(Search(problem), BY_MEMORY if by_memory else BY_TIME, top, progress)
     if not search.found:
         raise nothing_fits(search, progress)
     return _answer(search, top, by_memory=by_memory)
@@ -100,40 +99,40 @@ def find_plans(
 
 def _best(search: Search, key: Key, top: int, progress: Progress) -> Search:
     """Runs the search. If none of the best plans fits, those that take the least memory are tried next."""
-    search.run(key, top, progress, most_too_large=_TRIES)
+    search.run(key, top, progress, max_misfits=_TRIES)
     if not search.found and not search.exhausted:
-        search.run(BY_MEMORY, 1, progress, any_will_do=True)
+        search.run(BY_MEMORY, 1, progress, stop_at_first_fit=True)
         if search.found:
             search.run(key, top, progress)
     return search
 
 
-def _cheapest(question: Question, top: int, step_time: float, progress: Progress) -> Search:
+def _cheapest(problem: SearchProblem, top: int, step_time: float, progress: Progress) -> Search:
     """The search on the fewest devices that take a step in `step_time` seconds.
 
     Raises:
         ValueError: not even all devices together do.
     """
-    search = Search(question)
-    for devices in range(1, question.world_size + 1):
-        if question.world_size % devices:
+    search = Search(problem)
+    for devices in range(1, problem.world_size + 1):
+        if problem.world_size % devices:
             continue
-        asked = question.with_changes(world_size=devices)
+        asked = problem.with_changes(world_size=devices)
         search = Search(asked, search.traces, search.facts).run(BY_TIME, top, progress, longest=step_time)
         if search.found:
             return search
-    fastest = _best(Search(question, search.traces, search.facts), BY_TIME, 1, progress)
+    fastest = _best(Search(problem, search.traces, search.facts), BY_TIME, 1, progress)
     if not fastest.found:
         raise nothing_fits(fastest, progress)
     raise ValueError(
-        f"step_time={step_time:g} was asked for, and the fastest plan of all {question.world_size} ranks takes "
+        f"step_time={step_time:g} was asked for, and the fastest plan of all {problem.world_size} ranks takes "
         f"{seconds_words(fastest.found[0].seconds)}; allow more time, or more devices"
     )
 
 
 def _answer(search: Search, top: int, *, by_memory: bool) -> PlanSearch:
     best = search.found[0]
-    question = search.question
+    problem = search.problem
     not_chosen = rejections(search, best, by_memory=by_memory)
     plans = []
     for one in search.found[:top]:
@@ -142,10 +141,10 @@ def _answer(search: Search, top: int, *, by_memory: bool) -> PlanSearch:
     return PlanSearch(
         plans,
         [*search.refused, *not_chosen],
-        question.hardware,
-        question.memory,
-        question.world_size,
-        question.global_batch,
+        problem.hardware,
+        problem.memory,
+        problem.world_size,
+        problem.global_batch,
         len(search.considered),
         search.estimates,
         search.exhausted,

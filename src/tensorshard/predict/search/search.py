@@ -1,50 +1,59 @@
-"""A best-first search: it estimates the plan with the best prediction next, until no other is predicted to be better.
+"""A best-first search: the plan with the least predicted time is estimated next, until no other may be better.
 
-A plan is first predicted from a trace without tp, then from a trace with the plan's own tp. If the model is deep, it is
-then outlined: predicted from estimates with a few of the model's blocks. Then it is estimated. Each of these is done
-only when the plan is the most promising one. The error of a prediction corrects those of similar
-plans (:mod:`.corrections`). Predicted memory is a lower bound. So no plan that may fit is left out.
+A bound of memory prunes what cannot fit. What remains is predicted from a trace without tp, then from a trace with the
+plan's own tp, and estimated when it is the most promising. A deep model's plan is extrapolated from a few of its blocks
+first, and again put in order. The error of a prediction corrects those of plans with the same stages.
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from tensorshard.plan.plan import Plan
+from tensorshard.predict.caching_allocator import LARGE_SEGMENT
 from tensorshard.predict.estimate import REFUSALS, Estimate
 from tensorshard.predict.search.candidates import Candidate, Refusal, candidates
-from tensorshard.predict.search.corrections import Corrections
+from tensorshard.predict.search.extrapolate import extrapolate
 from tensorshard.predict.search.model_facts import ModelFacts, model_facts
-from tensorshard.predict.search.outlines import can_outline, outline
 from tensorshard.predict.search.predictions import Prediction, Predictions
-from tensorshard.predict.search.progress import Progress
-from tensorshard.predict.search.question import SEARCHED, Question
-from tensorshard.predict.search.traces import BASE, Family, Trace, family_of, run_trace, search_table
+from tensorshard.predict.search.problem import SEARCHED, SearchProblem
+from tensorshard.predict.search.traces import (
+    BASE,
+    Trace,
+    TraceKey,
+    check_needs_all_blocks,
+    run_trace,
+    search_table,
+    trace_key,
+)
+from tensorshard.predict.step_time import COMMUNICATION
 
 MOST_ESTIMATES = 48
 """The most plans that are estimated. A search that ends there says that others may be better."""
 
-# A plan is estimated, too, if it is predicted to be slower than the best by less than this share, or by less than a
-# quarter of it if a plan with the same stages was estimated before. Where such plans were mispredicted by different
-# shares, it is half of their range.
+# A plan is estimated, too, if it is predicted to be slower than the best by less than this share; or by the range of
+# the errors of plans with the same stages, where that is larger.
 _DOUBT = 0.02
-_MOST_DOUBT = 0.1
+_MOST_DOUBT = 0.2
 
 _AS_MUCH = 0.95  # a plan that saves less memory than another takes at least this part of its memory: buffers differ
+_DEEP = 24  # with at least so many equal blocks, two estimates with a few of them take less time than one with all
 
 
 @dataclass
-class Considered:
+class CandidateState:
     """A plan, and what is known of it so far.
 
     Args:
-        first: the prediction from traces alone, or from an outline.
+        first: the prediction from traces alone, or an extrapolation.
         estimate: the estimate; None if the plan was not estimated. If the plan does not fit, it may lack some ranks.
         seconds: seconds of a step, by the estimate.
         refused: why the model does not take the plan; "" if it does, or if that was not tried.
-        outlined: whether `first` is from an outline; None if that was not tried.
+        extrapolated: whether `first` is an extrapolation; None if that was not tried.
 
     Attributes:
         predicted: the prediction with the present corrections.
@@ -55,7 +64,7 @@ class Considered:
     estimate: Estimate | None = None
     seconds: float = 0.0
     refused: str = ""
-    outlined: bool | None = None
+    extrapolated: bool | None = None
     predicted: Prediction = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +98,27 @@ BY_TIME: Key = lambda memory, seconds: (seconds, memory)  # noqa: E731
 BY_MEMORY: Key = lambda memory, seconds: (memory, seconds)  # noqa: E731
 
 
+class Progress:
+    """Writes over its own line on stderr. It writes nothing if stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        """Shows `text` in place of what was shown before."""
+        if self._shown:
+            sys.stderr.write(f"\r\x1b[K{f'looking for plans: {text}'[:79]}")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        """Clears the line."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
 _SAME = tuple(name for name in SEARCHED if name not in ("recompute", "offload", "zero", "micro_batches"))
+_STAGES = ("tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank")
 
 
 @dataclass
@@ -107,20 +136,21 @@ class Search:
         estimates: how many plans were estimated.
     """
 
-    question: Question
-    traces: dict[Family, Trace] = field(default_factory=dict)
+    problem: SearchProblem
+    traces: dict[TraceKey, Trace] = field(default_factory=dict)
     facts: ModelFacts | None = None
-    considered: list[Considered] = field(default_factory=list)
+    considered: list[CandidateState] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
-    found: list[Considered] = field(default_factory=list)
+    found: list[CandidateState] = field(default_factory=list)
     exhausted: bool = True
     estimates: int = 0
-    _scarce: set[Family] = field(default_factory=set)  # families of plans that did not fit
     _predictions: Predictions = field(init=False)
+    _scarce: set[TraceKey] = field(default_factory=set)  # of plans that did not fit
     _floors: dict[int, float] = field(default_factory=dict)  # least seconds, by the order of candidates
     _memory_floors: dict[int, int] = field(default_factory=dict)  # least bytes, in the same way
-    _corrections: Corrections = field(default_factory=Corrections)
-    _beyond_outlines: list[float] = field(default_factory=list)  # ratios of estimated to outlined seconds
+    # Ratios of estimated to predicted seconds, by the fields of the stages.
+    _ratios: dict[tuple[Any, ...], list[tuple[Plan, float]]] = field(default_factory=dict)
+    _extrapolated_ratios: list[float] = field(default_factory=list)
 
     def run(
         self,
@@ -129,17 +159,17 @@ class Search:
         progress: Progress,
         *,
         most: int = MOST_ESTIMATES,
-        most_too_large: int = MOST_ESTIMATES,
+        max_misfits: int = MOST_ESTIMATES,
         longest: float = math.inf,
-        any_will_do: bool = False,
+        stop_at_first_fit: bool = False,
     ) -> "Search":
         """Looks for the `top` best plans by `key`. If it was run before, it goes on with what is left.
 
         Args:
             most: how many plans may be estimated, with those of earlier runs.
-            most_too_large: the same, as long as none of them fits.
+            max_misfits: the same, as long as none of them fits.
             longest: the most seconds that a step may take.
-            any_will_do: whether to stop at the first plan that fits.
+            stop_at_first_fit: whether to stop at the first plan that fits.
 
         Raises:
             ValueError: the model cannot be trained by any plan.
@@ -147,31 +177,25 @@ class Search:
         if not self.considered:
             self._prepare(progress)
         self.exhausted = True
-        failed: dict[Family, str] = {}
+        failed: dict[TraceKey, str] = {}
         queue = self._in_order((one for one in self.considered if one.estimate is None), key)
-        while queue and not (any_will_do and self.found):
+        while queue and not (stop_at_first_fit and self.found):
             one = queue[0]
-            is_out = one.refused or one.memory > self.question.memory or one.likely_seconds > longest * (1 + _DOUBT)
+            is_out = one.refused or one.memory > self.problem.memory or one.likely_seconds > longest * (1 + _DOUBT)
             if is_out or self._is_worse(one, key, top):
                 queue.popleft()
                 continue
-            family = self._traced_as(one)
-            if family in failed:
-                one.refused = failed[family]
+            wanted = self._wanted_trace(one)
+            if wanted in failed:
+                one.refused = failed[wanted]
                 continue
-            if family not in self.traces:
-                progress.say(f"running tp={family[0]}{' with sequences split' * family[1]}, recompute={family[2]}")
-                try:
-                    self.traces[family] = self._run_trace(family, self.traces[BASE].samples)
-                except REFUSALS as error:
-                    one.refused = failed[family] = _first_sentence(error)
-                else:
-                    self._predict_anew(queue, family)
-            elif self.estimates >= (most if self.found else min(most, most_too_large)):
+            if wanted not in self.traces:
+                self._trace(wanted, one, failed, queue, progress)
+            elif self.estimates >= (most if self.found else min(most, max_misfits)):
                 self.exhausted = False
                 break
-            elif (unclear := self._first_to_outline(queue)) is not None:
-                self._outline(unclear, progress)
+            elif self._can_extrapolate(one):
+                self._extrapolate(one, progress)
             else:
                 queue.popleft()
                 self._estimate(one, key, progress, longest)
@@ -180,28 +204,29 @@ class Search:
         progress.end()
         return self
 
-    @property
-    def _equal_blocks(self) -> tuple[str, ...]:
-        return () if self.facts is None else self.facts.equal_blocks
+    def _prepare(self, progress: Progress) -> None:
+        problem = self.problem
+        listed, self.refused = candidates(problem)
+        if BASE not in self.traces:
+            # As many samples as a data rank has if all ranks are data ranks. Most plans compute about as many at once.
+            samples = min(problem.global_batch, max(2, problem.global_batch // problem.world_size))
+            progress.say("running the model once")
+            self.facts = model_facts(problem.model, problem.batch(samples)[0], samples)
+            self.traces[BASE] = run_trace(problem, BASE, samples, self._equal_blocks)
+        self._predictions = Predictions(problem, self.traces, self.facts)
+        self.considered = [CandidateState(candidate, self._predictions.of(candidate)) for candidate in listed]
 
-    def _run_trace(self, family: Family, samples: int) -> Trace:
-        return run_trace(self.question, family, samples, self._equal_blocks)
+    # What is next.
 
-    def _predict_anew(self, among: Iterable[Considered], family: Family) -> None:
-        """Predicts plans with as many tp ranks as `family`, which has just been traced, except those that have a trace
-        of their own."""
-        traced = self.traces.keys() - {family}
-        for one in among:
-            if one.plan.tp == family[0] and family_of(one.plan) not in traced and not one.refused and not one.outlined:
-                one.first = self._predictions.of(one.candidate)
-
-    def _in_order(self, among: Iterable[Considered], key: Key) -> deque[Considered]:
+    def _in_order(self, among: Iterable[CandidateState], key: Key) -> deque[CandidateState]:
         """The most promising plans first; those that are refused are left out."""
         left = [one for one in among if not one.refused]
-        rank = self._rank if self.found or key is not BY_MEMORY else self._likely_rank
-        return deque(sorted(left, key=lambda one: (rank(one, key), one.candidate.order)))
+        return deque(sorted(left, key=lambda one: (self._rank(one, key), one.candidate.order)))
 
-    def _is_worse(self, one: Considered, key: Key, top: int) -> bool:
+    def _rank(self, one: CandidateState, key: Key) -> tuple[float, float]:
+        return key(one.predicted.memory, one.predicted.seconds)
+
+    def _is_worse(self, one: CandidateState, key: Key, top: int) -> bool:
         """Whether a plan is not among the `top` best, as far as predictions can be trusted."""
         if len(self.found) < top:
             return False
@@ -211,126 +236,118 @@ class Search:
         # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
         return key is not BY_TIME or one.likely_seconds * (1 - self._doubt(one)) >= best.seconds
 
-    def _doubt(self, one: Considered) -> float:
+    def _doubt(self, one: CandidateState) -> float:
         """The part of a plan's predicted time by which it may be too high."""
-        known = self._corrections.doubt_of(one.plan)
-        return _DOUBT if known is None else max(_DOUBT / 4, 0.0 if one.outlined else min(known, _MOST_DOUBT))
+        ratios = [ratio for _, ratio in self._ratios.get(_stages(one.plan), ())]
+        if not ratios:
+            return _DOUBT
+        return max(_DOUBT / 4, 0.0 if one.extrapolated else min(max(ratios) - min(ratios), _MOST_DOUBT))
 
-    def _prepare(self, progress: Progress) -> None:
-        question = self.question
-        listed, self.refused = candidates(question)
-        if BASE not in self.traces:
-            # As many samples as a data rank has if all ranks are data ranks. Most plans compute about as many at once.
-            samples = min(question.global_batch, max(2, question.global_batch // question.world_size))
-            progress.say("running the model once")
-            self.facts = model_facts(question.model, question.batch(samples)[0], samples, question.fixed)
-            self.traces[BASE] = self._run_trace(BASE, samples)
-        self._predictions = Predictions(question, self.traces, self.facts)
-        for candidate in listed:
-            try:
-                self.considered.append(Considered(candidate, self._predictions.of(candidate)))
-            except ValueError as error:  # it cannot be cut into so many stages
-                nothing = Prediction(0, math.inf, 0.0, 0.0)
-                self.considered.append(Considered(candidate, nothing, refused=_first_sentence(error)))
+    # What becomes known.
 
-    def _rank(self, one: Considered, key: Key) -> tuple[float, float]:
-        return key(one.predicted.memory, one.predicted.seconds)
+    @property
+    def _equal_blocks(self) -> tuple[str, ...]:
+        return () if self.facts is None else self.facts.equal_blocks
 
-    def _likely_rank(self, one: Considered, key: Key) -> tuple[float, float]:
-        """The rank by the bytes that a plan likely takes, rather than by a lower bound of them."""
-        likely = one.first.memory * self._corrections.likely_of_memory(one.plan)
-        return key(max(one.predicted.memory, int(likely)), one.predicted.seconds)
+    def _wanted_trace(self, one: CandidateState) -> TraceKey:
+        """The trace that should be run before a plan is estimated: unless memory is scarce, one without recomputation
+        is enough."""
+        key = trace_key(one.plan)
+        kept = self._predictions.kept_without_recomputation(one.candidate)
+        is_scarce = key in self._scarce or one.memory + kept > self.problem.memory
+        return key if is_scarce else key._replace(recompute="none")
 
-    def _correct(self, among: Iterable[Considered]) -> None:
-        """Corrects the predictions by the estimates so far."""
-        beyond = min(self._beyond_outlines, default=1.0)
-        for one in among:
-            ratio = beyond if one.outlined else self._corrections.of(one.plan) or 1.0
-            seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
-            likely = one.first.memory * (1.0 if one.outlined else self._corrections.of_memory(one.plan))
-            memory = max(int(likely), self._memory_floors.get(one.candidate.order, 0))
-            same = (seconds, memory) == (one.first.seconds, one.first.memory)
-            one.predicted = one.first if same else replace(one.first, seconds=seconds, memory=memory)
+    def _trace(
+        self,
+        key: TraceKey,
+        one: CandidateState,
+        failed: dict[TraceKey, str],
+        queue: Iterable[CandidateState],
+        progress: Progress,
+    ) -> None:
+        """Runs a trace for `one`, and predicts anew what it tells more of."""
+        progress.say(f"running tp={key.tp}{' with sequences split' * key.sequence_parallel}, recompute={key.recompute}")
+        try:
+            self.traces[key] = run_trace(self.problem, key, self.traces[BASE].samples, self._equal_blocks)
+        except REFUSALS as error:
+            one.refused = failed[key] = _first_line(error)
+            return
+        traced = self.traces.keys() - {key}
+        for other in queue:
+            if other.plan.tp == key.tp and trace_key(other.plan) not in traced and not other.extrapolated:
+                other.first = self._predictions.of(other.candidate)
 
-    def _first_to_outline(self, queue: Sequence[Considered]) -> Considered | None:
-        """The first plan that can be outlined, if the estimate of the first in the queue should wait for that: it may
-        turn out to be as good."""
-        first, split_alike = queue[0], {family[:2] for family in self.traces}
-        for one in queue:
-            if one.predicted.seconds * (1 - 2 * _MOST_DOUBT) > first.predicted.seconds:
-                return None
-            if one.memory > self.question.memory or one.outlined is not None:
-                continue
-            if family_of(one.plan)[:2] not in split_alike:
-                continue
-            doubt = 2 * max(_DOUBT, self._doubt(one))
-            if one is not first and one.predicted.seconds * (1 - doubt) > first.predicted.seconds:
-                continue
-            if can_outline(self.question, one.plan, self._equal_blocks):
-                return one
-        return None
+    def _can_extrapolate(self, one: CandidateState) -> bool:
+        deep = len(self._equal_blocks) >= _DEEP
+        return one.extrapolated is None and deep and self.problem.can_be_shortened and one.plan.pp == 1
 
-    def _outline(self, one: Considered, progress: Progress) -> None:
-        """Predicts a plan from its outline. If the model needs all of its blocks, the prediction stays as it is."""
-        progress.say(
-            f"{self.estimates} of {len(self.considered)} plans estimated, one with a few of the model's blocks"
-        )
-        one.outlined = False
-        with suppress(Exception):
-            outlined = outline(self.question, one.plan, self._equal_blocks)
-            self._corrections.note(one.plan, one.first.seconds, outlined.seconds)
-            one.first = replace(outlined, memory=max(outlined.memory, one.first.memory))
-            one.outlined = True
-            self._raise_floors(one, outlined.seconds)
+    def _extrapolate(self, one: CandidateState, progress: Progress) -> None:
+        """Predicts a plan from estimates with a few blocks. If the model needs all of them, the prediction stays."""
+        progress.say(f"{self.estimates} of {len(self.considered)} plans estimated, one with a few of the blocks")
+        one.extrapolated = False
+        try:
+            prediction = predict_from_few_blocks(self.problem, one.plan, self._equal_blocks)
+        except Exception as error:
+            check_needs_all_blocks(error)
+            return
+        self._note_ratio(one, prediction.seconds)
+        one.first = replace(prediction, memory=max(prediction.memory, one.first.memory))
+        one.extrapolated = True
+        self._raise_floors(one, prediction.seconds)
 
-    def _estimate(self, one: Considered, key: Key, progress: Progress, longest: float) -> None:
+    def _estimate(self, one: CandidateState, key: Key, progress: Progress, longest: float) -> None:
         best = f", best so far {self.found[0].seconds:.3g} s" if self.found else ""
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
         self.estimates += 1
         plan, samples = one.plan, self.traces[BASE].samples
-        search_table(self.question, plan.tp, samples, self._equal_blocks, sequence_parallel=plan.sequence_parallel)
+        search_table(self.problem, plan.tp, samples, self._equal_blocks, sequence_parallel=plan.sequence_parallel)
         try:
-            one.estimate = self.question.estimate(one.plan, stop_above=self.question.memory)
+            one.estimate = self.problem.estimate(one.plan, stop_above=self.problem.memory)
         except REFUSALS as error:
-            one.refused = _first_sentence(error)
-            for other in self._alike(one.plan):
+            one.refused = _first_line(error)
+            for other in self._refused_alike(one.plan):
                 other.refused = one.refused
             return
-        if not one.outlined:
-            self._corrections.note_memory(one.plan, one.first.memory, one.memory)
-        if one.memory > self.question.memory:
-            self._scarce.add(family_of(one.plan))
+        if one.memory > self.problem.memory:
+            self._scarce.add(trace_key(one.plan))
             self._raise_memory_floors(one)
         if not one.estimate.complete:
             return
-        one.seconds = self.question.seconds(one.estimate)
-        if one.outlined:
-            self._beyond_outlines.append(one.seconds / one.first.seconds)
+        one.seconds = self.problem.seconds(one.estimate)
+        if one.extrapolated:
+            self._extrapolated_ratios.append(one.seconds / one.first.seconds)
         else:
-            self._corrections.note(one.plan, one.first.seconds, one.seconds)
+            self._note_ratio(one, one.seconds)
         self._raise_floors(one, one.seconds)
-        if one.memory <= self.question.memory and one.seconds <= longest:
+        if one.memory <= self.problem.memory and one.seconds <= longest:
             self.found.append(one)
             self.found.sort(key=lambda found: (key(found.memory, found.seconds), found.candidate.order))
 
-    def _traced_as(self, one: Considered) -> Family:
-        """The family whose trace should be run before a plan is estimated.
+    # What that says of other plans.
 
-        Unless memory is scarce, a trace without recomputation is enough.
-        """
-        tp, sequence_parallel, _ = family = family_of(one.plan)
-        kept = self._predictions.kept_without_recomputation(one.candidate)
-        is_scarce = family in self._scarce or one.memory + kept > self.question.memory
-        return family if is_scarce else (tp, sequence_parallel, "none")
+    def _note_ratio(self, one: CandidateState, seconds: float) -> None:
+        self._ratios.setdefault(_stages(one.plan), []).append((one.plan, seconds / one.first.seconds))
 
-    def _raise_floors(self, one: Considered, seconds: float) -> None:
+    def _correct(self, among: Iterable[CandidateState]) -> None:
+        """Corrects predictions by the error of the nearest plan with the same stages, and raises them to the floors."""
+        for one in among:
+            if one.extrapolated:
+                ratio = min(self._extrapolated_ratios, default=1.0)
+            else:
+                known = self._ratios.get(_stages(one.plan), ())
+                ratio = min(known, key=lambda other: _distance(one.plan, other[0]))[1] if known else 1.0
+            seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
+            memory = max(one.first.memory, self._memory_floors.get(one.candidate.order, 0))
+            one.predicted = replace(one.first, seconds=seconds, memory=memory)
+
+    def _raise_floors(self, one: CandidateState, seconds: float) -> None:
         """Notes that plans which do all that `one` does in `seconds`, and more, take at least as long."""
         for other in self.considered:
             if other is not one and _does_more(other.plan, one.plan):
                 order = other.candidate.order
                 self._floors[order] = max(self._floors.get(order, 0.0), seconds)
 
-    def _raise_memory_floors(self, one: Considered) -> None:
+    def _raise_memory_floors(self, one: CandidateState) -> None:
         """Notes that plans which save less memory than `one`, and nothing else, take about as much at least."""
         least = int(one.memory * _AS_MUCH)
         for other in self.considered:
@@ -338,13 +355,53 @@ class Search:
                 order = other.candidate.order
                 self._memory_floors[order] = max(self._memory_floors.get(order, 0), least)
 
-    def _alike(self, plan: Plan) -> Iterable[Considered]:
+    def _refused_alike(self, plan: Plan) -> Iterable[CandidateState]:
         """Plans that a model refuses as it refuses `plan`: those with the same stages, and the same layers split."""
-        same = ["tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank"]
-        if plan.pp == 1:
-            same += ["zero", "recompute", "offload", "dp_shard", "micro_batches"]
+        same = [*_STAGES, *(("zero", "recompute", "offload", "dp_shard", "micro_batches") if plan.pp == 1 else ())]
         wanted = [getattr(plan, name) for name in same]
         return (one for one in self.considered if [getattr(one.plan, name) for name in same] == wanted)
+
+
+def predict_from_few_blocks(problem: SearchProblem, plan: Plan, blocks: Sequence[str]) -> Prediction:
+    """The memory and the time of a plan, extrapolated from estimates of models with a few of its equal `blocks`.
+
+    What an allocator reserves beyond live tensors counts as for the few blocks, less one segment.
+
+    Raises:
+        Exception: a model that needs all of its blocks may raise anything.
+    """
+    few, more = problem.with_few_blocks(
+        partial(_estimated, plan), blocks, plan.tp, sequence_parallel=plan.sequence_parallel
+    )
+
+    def line(of: Callable[[Estimate], float]) -> float:
+        return extrapolate(of(few), of(more), blocks)
+
+    live = line(lambda estimate: estimate.largest.peak_allocated)
+    reserved = more.largest.peak_device - more.largest.peak_allocated - LARGE_SEGMENT
+    memory = int(live) + max(reserved, problem.hardware.context)
+    return Prediction(memory, line(problem.seconds), 0.0, line(_communication))
+
+
+def _estimated(plan: Plan, short: SearchProblem) -> Estimate:
+    return short.estimate(plan, borrow=True)
+
+
+def _communication(estimate: Estimate) -> float:
+    assert estimate.step_time is not None  # the hardware has rates
+    return estimate.step_time.by_category.get(COMMUNICATION, 0.0)
+
+
+def _stages(plan: Plan) -> tuple[Any, ...]:
+    return tuple(getattr(plan, name) for name in _STAGES)
+
+
+def _distance(one: Plan, other: Plan) -> tuple[float, float]:
+    """How different two plans with the same stages are: the number of differing fields, then micro-batches in powers of
+    two."""
+    fields = ("zero", "dp_shard", "dp_replicate", "recompute", "offload")
+    differing = sum(getattr(one, name) != getattr(other, name) for name in fields)
+    return differing, abs(math.log2(one.micro_batches / other.micro_batches))
 
 
 def _does_more(plan: Plan, than: Plan) -> bool:
@@ -372,6 +429,6 @@ def _saves_more(plan: Plan, than: Plan) -> bool:
     return all(getattr(plan, name) == getattr(than, name) for name in _SAME)
 
 
-def _first_sentence(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0]

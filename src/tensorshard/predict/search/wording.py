@@ -1,11 +1,11 @@
 """Plans, times and reasons in words."""
 
+from tensorshard.common.quantities import size_text
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.search.candidates import Refusal
-from tensorshard.predict.search.question import SEARCHED
-from tensorshard.predict.search.search import Considered, Search
-from tensorshard.predict.sizes import size_text
+from tensorshard.predict.search.problem import SEARCHED
+from tensorshard.predict.search.search import CandidateState, Search
 from tensorshard.predict.step_time import BUBBLE, COMMUNICATION, OFFLOAD
 
 _LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}
@@ -26,7 +26,7 @@ def plan_words(plan: Plan) -> str:
     return " ".join(words)
 
 
-def found_reasons(one: Considered, best: Considered) -> list[str]:
+def found_reasons(one: CandidateState, best: CandidateState) -> list[str]:
     """The reasons of a plan that was found: what it loses time to, and how far it is behind the best."""
     said = []
     if one is not best:
@@ -38,7 +38,7 @@ def found_reasons(one: Considered, best: Considered) -> list[str]:
     return said
 
 
-def rejections(search: Search, best: Considered, *, by_memory: bool) -> list[Refusal]:
+def rejections(search: Search, best: CandidateState, *, by_memory: bool) -> list[Refusal]:
     """For each other value of a field than the best plan's: why no plan with it was chosen."""
     said = []
     for name in _TOLD:
@@ -60,11 +60,11 @@ def why_nothing_fits(search: Search) -> list[Refusal]:
     return said
 
 
-def _why_not(search: Search, group: list[Considered], best: Considered, *, by_memory: bool) -> str:
+def _why_not(search: Search, group: list[CandidateState], best: CandidateState, *, by_memory: bool) -> str:
     taken = [one for one in group if not one.refused]
     if not taken:
         return f"is refused: {group[0].refused}"
-    fit = [one for one in taken if one.memory <= search.question.memory]
+    fit = [one for one in taken if one.memory <= search.problem.memory]
     if not fit:
         return _excess(search, taken)
     if by_memory:
@@ -78,7 +78,7 @@ def _why_not(search: Search, group: list[Considered], best: Considered, *, by_me
     return _compared(nearest, best)
 
 
-def _compared(one: Considered, best: Considered) -> str:
+def _compared(one: CandidateState, best: CandidateState) -> str:
     more = one.likely_seconds / best.seconds - 1
     text = "takes as long" if abs(more) < 0.005 else f"takes {'' if one.estimate else 'about '}{more:.0%} longer"
     if more < -0.005:
@@ -91,7 +91,7 @@ def _compared(one: Considered, best: Considered) -> str:
     return f"{text}, and loses {share:.0%} {_LOSSES[category]}" if share >= _WORTH_SAYING else text
 
 
-def _lost(one: Considered) -> dict[str, float]:
+def _lost(one: CandidateState) -> dict[str, float]:
     """The shares of a step that are lost, by what they are lost to; from the estimate, else from the prediction."""
     time = None if one.estimate is None else one.estimate.step_time
     if time is not None:
@@ -101,8 +101,8 @@ def _lost(one: Considered) -> dict[str, float]:
     return {name: seconds / predicted.seconds for name, seconds in lost.items()}
 
 
-def _excess(search: Search, group: list[Considered]) -> str:
-    limit = search.question.memory
+def _excess(search: Search, group: list[CandidateState]) -> str:
+    limit = search.problem.memory
     least = min(group, key=lambda one: one.memory)
     if least.memory <= limit:
         too_large = [one for one in group if one.memory > limit and one.estimate is not None]

@@ -17,8 +17,9 @@ from torch import nn
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.passes.compile import never_compiled
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
+from tensorshard.tensor_parallel.table.layer_styles import Column, Rowwise, Style
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import Heads, Slice
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 
@@ -82,13 +83,11 @@ class _Region:
 def _between_layers(block: nn.Module, prefix: str, styles: Mapping[str, Style], region: _Region) -> None:
     for key, module in block.named_modules():
         style = styles.get(prefix + key)
-        if style is None:
-            continue
-        if style.kind in COLUMN_KINDS or (style.kind == "slice" and as_splittable(module) is not None):
+        if isinstance(style, Column) or (isinstance(style, Slice) and as_splittable(module) is not None):
             module.register_forward_hook(region.enter)
-        elif style.kind == "rowwise":
+        elif isinstance(style, Rowwise):
             module.register_forward_pre_hook(region.leave)
-        elif style.kind == "heads":
+        elif isinstance(style, Heads):
             module.register_forward_pre_hook(region.enter)
 
 

@@ -20,9 +20,7 @@ from tensorshard.comm import differentiable as collectives
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.activation_sharding import ActivationSharding, SequenceSharded
-from tensorshard.layers.column_linear import column_linear
-from tensorshard.layers.row_linear import row_linear
-from tensorshard.layers.split_linear import parallel_linear
+from tensorshard.layers.split_linear import column_linear, parallel_linear, row_linear
 from tensorshard.model.forwards import (
     Forward,
     Role,
@@ -31,12 +29,12 @@ from tensorshard.model.forwards import (
     roles_of,
     wrap_forward,
 )
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.tensors import map_tensors, tensor_leaves
-from tensorshard.tensor_parallel.apply.multihead_attention import attention_forward
-from tensorshard.tensor_parallel.apply.sequence_shapes import forward_with_full_lengths
-from tensorshard.tensor_parallel.apply.shared_columns import SharedColumns
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
+from tensorshard.tensor_parallel.apply.attention import attention_forward
+from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_lengths
+from tensorshard.tensor_parallel.apply.split_layers import SharedColumns
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 _LENGTH = "_sequence_length"
@@ -378,10 +376,10 @@ def _partial_places(block: nn.Module, names: Iterable[str], *, together: bool) -
 
 def _summing_forward(places: _Places, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """Calls `forward` on parameters whose gradients are summed over the ranks."""
-    held = [own_parameters(owner).get(key) for owner, key in places]
+    parameters = [own_parameters(owner).get(key) for owner, key in places]
     trained = [
         (place, tensor)
-        for place, tensor in zip(places, held, strict=True)
+        for place, tensor in zip(places, parameters, strict=True)
         if tensor is not None and tensor.requires_grad
     ]
     if not torch.is_grad_enabled() or not trained:

@@ -1,7 +1,7 @@
-"""Which shard of every parameter a tensor-parallel rank holds, and how shards are joined again."""
+"""What a tensor-parallel rank has: shards of parameters, which are joined again, and parts of logits."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
+from tensorshard.loss.logits.split_logits import split_logits
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard
 from tensorshard.torch_private.modules import own_buffers, set_buffer
 
@@ -24,6 +25,34 @@ def shard_buffers(model: nn.Module, layouts: Mapping[str, Layout], rank: int, si
                 set_buffer(module, key, local_shard(buffer, layout, rank, size))
 
 
+class SplitOutputs:
+    """Whether output layers leave their outputs split.
+
+    They do within a step, where every rank does the same with what the model returns. Elsewhere a single rank may use
+    the output, to print it, say. So it must be whole.
+    """
+
+    def __init__(self) -> None:
+        self._kept = False
+        self.sizes: dict[nn.Module, int] = {}
+        """The output layers, each with its number of features on all ranks together."""
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within this, outputs stay split until somebody needs the whole."""
+        before, self._kept = self._kept, True
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    def finish(self, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """The whole output of `size` features, or a tensor that stands for it. `part` is what this rank computed."""
+        if self._kept:
+            return split_logits(part, -1, size, group)
+        return collectives.gather(part, -1, group, size=size)
+
+
 class _Described(Protocol):
     def describe(self) -> str: ...
 
@@ -35,18 +64,18 @@ class TensorSplit:
     Args:
         layouts: of every parameter, by each of its names, and of the buffers that are split.
         group: the ranks; None for a single one.
-        found: the table that the layouts follow from.
+        table: the table that the layouts follow from.
         outputs: whether the output layers hand on split logits.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
-    found: _Described | None = None
+    table: _Described | None = None
     outputs: SplitOutputs = field(default_factory=SplitOutputs)
 
     def describe(self) -> str | None:
         """The table that the layouts follow from, for people; None where nothing is sharded."""
-        return None if self.found is None else self.found.describe()
+        return None if self.table is None else self.table.describe()
 
     def keep_outputs_split(self) -> AbstractContextManager[None]:
         """Within this, output layers leave their logits split over the ranks."""

@@ -1,30 +1,25 @@
 """Checks a whole table: every distinct block by numbers, then the model around the blocks."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.tensor_parallel.apply.apply_table import find_layouts, gathered_in
+from tensorshard.tensor_parallel.apply.apply_table import find_layouts, split_shares
+from tensorshard.tensor_parallel.search.block_search import undivided_heads
 from tensorshard.tensor_parallel.search.dataflow import follow
-from tensorshard.tensor_parallel.search.head_counts import undivided_heads
 from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find_sequence_splits, link_splits
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
+from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Style, Vocab
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import STYLES, SUM_GRADIENTS, Gather, Slice
+from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, is_inside, join_names, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck
-from tensorshard.tensor_parallel.verify.model_run import (
-    ModelRun,
-    find_units,
-    run_once,
-    without_repetition,
-)
+from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, run_once, without_repetition
 from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
 
@@ -32,81 +27,62 @@ from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_rand
 _LARGEST_MODEL = 1 << 27
 _Completed = tuple[dict[str, Style], list[tuple[str, ...]]]
 
-# Styles that are right wherever the layer is called as a module.
-_ALWAYS_RIGHT = ("vocab", "colwise_gather", "classes", "gather", "replicate")
 
-
-@dataclass(frozen=True)
-class CheckedPlan:
-    """A table that was checked.
-
-    Args:
-        plan: the table, with what it left out and the dataflow shows: the parameters between column and row layers,
-            whose gradients have to be summed.
-        shared_inputs: names of column layers that read the same tensor.
-        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
-        not_in_parts: globs of the blocks that cannot compute on parts of a sequence, and why.
-        not_random: names of the blocks that make no random numbers in training.
-    """
-
-    plan: TensorPlan
-    shared_inputs: list[tuple[str, ...]]
-    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
-    not_in_parts: dict[str, str] = field(default_factory=dict)
-    not_random: frozenset[str] = frozenset()
-
-
-class WrongTensorPlanError(ValueError):
+class WrongTableError(ValueError):
     """Under this table, a model would not compute what it computes on one device."""
 
 
-def check_tensor_plan(
-    model: nn.Module, plan: TensorPlan, size: int, *, inputs: Any = None, sequence_parallel: bool = False
-) -> CheckedPlan:
-    """Checks by numbers that `plan` splits `model` over `size` ranks, on random weights and simulated ranks.
+def check_tensor_table(
+    model: nn.Module, table: TensorTable, size: int, *, inputs: Any = None, sequence_parallel: bool = False
+) -> VerifiedTable:
+    """Checks by numbers that `table` splits `model` over `size` ranks, on random weights and simulated ranks.
 
     Args:
         inputs: as for ``Engine.step``; None to guess from the model.
         sequence_parallel: whether to also find out how its blocks can compute on parts of a sequence.
 
+    Returns:
+        The table, with what it left out and the dataflow shows: the parameters between column and row layers, whose
+        gradients have to be summed.
+
     Raises:
-        WrongTensorPlanError: it does not. The message names the block, its entries, and what was seen.
+        WrongTableError: it does not. The message names the block, its entries, and what was seen.
         ValueError: an entry that matches nothing or cannot be applied; the model does not run on `inputs`.
     """
-    find_layouts(model, plan.resolve(model), size)
+    find_layouts(model, table.resolve(model), size)
     units = find_units(model)
     run = run_once(model, list(units), inputs, size, sequences=sequence_parallel)
-    _check_outer_layers(model, plan, run, size)
-    return check_around_run(model, plan, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
+    _check_outer_layers(model, table, run, size)
+    return check_around_run(model, table, run, BlockChecks(units, run, size), sequence_parallel=sequence_parallel)
 
 
-def _check_outer_layers(model: nn.Module, plan: TensorPlan, run: ModelRun, size: int) -> None:
+def _check_outer_layers(model: nn.Module, table: TensorTable, run: ModelRun, size: int) -> None:
     single = OuterLayersCheck(model, run.inputs, size)
-    for name, style in plan.resolve(model).items():
+    for name, style in table.resolve(model).items():
         past = {
             key
             for key, reader in run.capture.readers.items()
-            if style.kind == "gather" and _is_inside(key, name) and not _is_there(reader, gathered_in(key, style))
+            if isinstance(style, Gather) and is_inside(key, [name]) and not _can_read(reader, style.reader(key))
         }
         if past:
-            raise WrongTensorPlanError(
+            raise WrongTableError(
                 f"the tensor-parallel table is wrong for {', '.join(sorted(past))}, which cannot be {str(style)!r}: it "
                 f"is read outside of the forward in which it is put together; leave it out"
             )
-        if style.kind in ("vocab", "colwise_gather") and not any(_is_inside(name, unit) for unit in run.calls):
+        if isinstance(style, Vocab | ColwiseGather) and not is_inside(name, run.calls):
             refusal = single.refusal(name, style)
             if refusal is not None:
-                raise WrongTensorPlanError(
+                raise WrongTableError(
                     f"the tensor-parallel table is wrong for {name}, which cannot be {str(style)!r}: {refusal}; leave "
                     f"it out"
                 )
 
 
 def check_around_run(
-    model: nn.Module, plan: TensorPlan, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
-) -> CheckedPlan:
-    """Checks a table as :func:`check_tensor_plan` does, for a model that was run already."""
-    styles = plan.resolve(model)
+    model: nn.Module, table: TensorTable, run: ModelRun, checks: BlockChecks, *, sequence_parallel: bool = False
+) -> VerifiedTable:
+    """Checks a table as :func:`check_tensor_table` does, for a model that was run already."""
+    styles = table.resolve(model)
     units = find_units(model)
     checker = _Checker(checks, run)
     shared_inputs: list[tuple[str, ...]] = []
@@ -114,8 +90,8 @@ def check_around_run(
         inner = styles_inside(name, styles)
         if inner:
             completed, shared = checker.check(name, units[name], call, inner)
-            styles.update({_join(name, key): style for key, style in completed.items()})
-            shared_inputs += [tuple(_join(name, layer) for layer in layers) for layers in shared]
+            styles.update({join_names(name, key): style for key, style in completed.items()})
+            shared_inputs += [tuple(join_names(name, layer) for layer in layers) for layers in shared]
     complete = collapse(styles, model)
     sequence: dict[str, SequenceSplit] = {}
     refused: dict[str, str] = {}
@@ -127,13 +103,23 @@ def check_around_run(
     else:
         agreement = _check_whole(model, complete, sequence, run, checks)
     if agreement is not None and agreement.sharded_outputs:
-        raise WrongTensorPlanError(
-            f"the model's output would be split over the ranks with the table\n{plan.describe()}\nand a loss needs it "
+        raise WrongTableError(
+            f"the model's output would be split over the ranks with the table\n{table.describe()}\nand a loss needs it "
             f"whole: use colwise_gather for the last layer"
         )
     if checks.not_random is None:
         checks.not_random = blocks_without_random_numbers(units, run)
-    return CheckedPlan(complete, shared_inputs, sequence, refused, checks.not_random)
+    split_share, kept_share = split_shares(model, complete, checks.size)
+    return VerifiedTable(
+        complete,
+        refused,
+        split_share,
+        checks.size,
+        shared_inputs,
+        sequence=sequence,
+        not_random=checks.not_random,
+        kept_share=kept_share,
+    )
 
 
 class _Checker:
@@ -154,7 +140,7 @@ class _Checker:
         """The styles of `block`, completed, and its column layers that read the same tensor.
 
         Raises:
-            WrongTensorPlanError: the styles are wrong.
+            WrongTableError: the styles are wrong.
         """
         sliced = {}
         for index, (provider, output) in call.providers.items():
@@ -170,7 +156,7 @@ class _Checker:
             try:
                 agreement = self._checks.of(name).check(completed, sliced, shared)
             except MismatchError as error:
-                raise WrongTensorPlanError(_refusal(name, block, styles, self._checks.size, error)) from error
+                raise WrongTableError(_refusal(name, block, styles, self._checks.size, error)) from error
             self._done[key] = ((completed, shared), agreement)
         completion, self._agreements[name] = self._done[key]
         return completion
@@ -178,8 +164,8 @@ class _Checker:
 
 def _complete(block: nn.Module, call: BlockCall, styles: dict[str, Style]) -> _Completed:
     """`styles`, completed: gradients of parameters between split layers are summed, unless the table says otherwise."""
-    columns = {name for name, style in styles.items() if style.kind in COLUMN_KINDS}
-    sliced = {name for name, style in styles.items() if style.kind == "slice" and _is_linear(block, name)}
+    columns = {name for name, style in styles.items() if isinstance(style, Column)}
+    sliced = {name for name, style in styles.items() if isinstance(style, Slice) and _is_linear(block, name)}
     flow = follow(block, call, {name for name, _ in block.named_modules()} - columns - sliced, columns | sliced)
     between = [name for region in flow.regions for name in region.between]
     added = {name: SUM_GRADIENTS for name in between if name not in styles and name.rpartition(".")[0] not in styles}
@@ -195,28 +181,27 @@ def _is_linear(block: nn.Module, name: str) -> bool:
 
 
 def _check_whole(
-    model: nn.Module, plan: TensorPlan, sequence: Mapping[str, SequenceSplit], run: ModelRun, checks: BlockChecks
+    model: nn.Module, table: TensorTable, sequence: Mapping[str, SequenceSplit], run: ModelRun, checks: BlockChecks
 ) -> Agreement | None:
     """Checks the model as a whole, if it is small enough without its repeated blocks; None if not.
 
     Raises:
-        WrongTensorPlanError: the table is wrong; or the model is too large to check, and the table has entries outside
+        WrongTableError: the table is wrong; or the model is too large to check, and the table has entries outside
             of the blocks that need the check.
     """
-    styles = plan.resolve(model)
+    styles = table.resolve(model)
     outside = {
-        name: style
-        for name, style in styles.items()
-        if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
+        name: style for name, style in styles.items() if not style.always_right and not is_inside(name, run.calls)
     }
     if checks.around is None:
         checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size)
     smaller = checks.around.model
     if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
         if outside:
-            raise WrongTensorPlanError(
+            raise WrongTableError(
                 f"{_listed(outside)} are outside of the model's blocks, which is too large to be checked as a whole; "
-                f"use {', '.join(_ALWAYS_RIGHT)} there, or turn the check off"
+                f"use {', '.join(name for name, style in STYLES.items() if style.always_right)} there, or turn the "
+                f"check off"
             )
         return None
     modules = {name for name, _ in smaller.named_modules()}
@@ -229,8 +214,8 @@ def _check_whole(
     try:
         return checks.around.check(inside, sequence)
     except MismatchError as error:
-        raise WrongTensorPlanError(
-            f"the model as a whole does not compute what it does on one device with the table\n{plan.describe()}\n"
+        raise WrongTableError(
+            f"the model as a whole does not compute what it does on one device with the table\n{table.describe()}\n"
             f"although its blocks do: split over {checks.size} ranks, {error}"
         ) from error
 
@@ -249,7 +234,7 @@ def _smallest_that_runs(model: nn.Module, run: ModelRun) -> nn.Module:
 
 
 def _refusal(name: str, block: nn.Module, styles: dict[str, Style], size: int, error: MismatchError) -> str:
-    columns = [key for key, style in styles.items() if style.kind in COLUMN_KINDS]
+    columns = [key for key, style in styles.items() if isinstance(style, Column)]
     heads = undivided_heads(block, columns, size)
     where = f"{starred(name)} (as {name})" if name else "the model"
     return (
@@ -263,14 +248,6 @@ def _listed(styles: Mapping[str, Style]) -> str:
     return ", ".join(f"{name} {style}" for name, style in styles.items())
 
 
-def _is_inside(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(f"{unit}.")
-
-
-def _is_there(reader: str, gathering: str) -> bool:
+def _can_read(reader: str, gathering: str) -> bool:
     """Whether the forward of `reader` can read a parameter that the module `gathering` gathers."""
-    return not gathering or _is_inside(reader, gathering)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
+    return not gathering or is_inside(reader, [gathering])

@@ -6,6 +6,7 @@ again, and counts as coming from none.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,13 @@ from torch import nn
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.tensor_parallel.table.channelwise import as_channelwise
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention, named_arguments
+from tensorshard.tensor_parallel.table.layer_kinds import (
+    as_channelwise,
+    as_splittable,
+    is_multihead_attention,
+    named_arguments,
+)
+from tensorshard.tensor_parallel.table.table import join_names
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
@@ -105,9 +111,9 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Containe
 
     def run(copied: nn.Module, samples: Any, sources: _LayerSources) -> None:
         args, kwargs = samples
-        with _reads(copied) as found:
+        with _reads(copied) as read:
             copied(*args, **kwargs)
-        numbers.update(found)
+        numbers.update(read)
 
     sources = follow_run(block, (call.args, call.kwargs), watch, run)
     return Dataflow(sources.regions(), sources.called, sources.shared_inputs(), numbers, sources.arguments)
@@ -128,6 +134,9 @@ class _Source:
     kind: str
     name: str = ""
     index: int = -1
+
+
+_LayersBy = defaultdict[Any, frozenset[str]]
 
 
 class _LayerSources(Provenance[_Source]):
@@ -153,13 +162,15 @@ class _LayerSources(Provenance[_Source]):
             self.add([tensor], frozenset([_Source("input", index=index)]))
         self.called: set[str] = set()
         self._readers: dict[int, list[str]] = {}
-        self._met: dict[str, frozenset[str]] = {}  # for each parameter, the layers to whose outputs it is applied
-        self._met_inputs: dict[int, frozenset[str]] = {}
-        self._met_full: dict[str, frozenset[str]] = {}  # the same for full outputs of other layers
-        self._met_by_full: dict[str, frozenset[str]] = {}  # the layers with full outputs, by parameter
-        self._fed: dict[str, frozenset[str]] = {}  # the layers with full outputs that each layer reads
-        self._consumers: dict[str, frozenset[str]] = {}
-        self._channelwise: dict[str, frozenset[str]] = {}  # for each module, the layers whose outputs it reads
+        # Columns that values come from, by parameter, by input of the block, and by other layer, that meets them.
+        self._met: _LayersBy = defaultdict(frozenset)
+        self._met_inputs: _LayersBy = defaultdict(frozenset)
+        self._met_full: _LayersBy = defaultdict(frozenset)
+        self._consumers: _LayersBy = defaultdict(frozenset)  # the same by layer that reads them
+        self._channelwise: _LayersBy = defaultdict(frozenset)  # and by channelwise module
+        # Layers with full outputs, by parameter that meets them, and by layer that reads them.
+        self._met_by_full: _LayersBy = defaultdict(frozenset)
+        self._fed: _LayersBy = defaultdict(frozenset)
         self._inside: list[str] = []
         self._attentions: dict[str, None] = {}
         self.arguments: dict[str, dict[str, Argument]] = {}
@@ -187,18 +198,18 @@ class _LayerSources(Provenance[_Source]):
                 self._readers.setdefault(id(args[0]), []).append(name)
             if kind in ("linear", "own linear", "convolution"):
                 given = self.of(tensor_leaves(args))
-                found = _names(given, "layer")
-                self._fed[name] = self._fed.get(name, frozenset()) | _names(given, "full")
-                if found:
-                    self._consumers[name] = self._consumers.get(name, frozenset()) | found
+                layers = _names(given, "layer")
+                self._fed[name] |= _names(given, "full")
+                if layers:
+                    self._consumers[name] |= layers
 
         return hook
 
     def _given(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            found = _names(self.of(tensor_leaves(args)), "layer")
-            if found:
-                self._channelwise[name] = self._channelwise.get(name, frozenset()) | found
+            layers = _names(self.of(tensor_leaves(args)), "layer")
+            if layers:
+                self._channelwise[name] |= layers
 
         return hook
 
@@ -230,14 +241,14 @@ class _LayerSources(Provenance[_Source]):
         columns, full = _names(sources, "layer"), _names(sources, "full")
         if full:
             for name in _names(sources, "parameter"):
-                self._met_by_full[name] = self._met_by_full.get(name, frozenset()) | full
+                self._met_by_full[name] |= full
         if columns:
             for name in _names(sources, "parameter"):
-                self._met[name] = self._met.get(name, frozenset()) | columns
+                self._met[name] |= columns
             for name in full:
-                self._met_full[name] = self._met_full.get(name, frozenset()) | columns
+                self._met_full[name] |= columns
             for index in _inputs(sources):
-                self._met_inputs[index] = self._met_inputs.get(index, frozenset()) | columns
+                self._met_inputs[index] |= columns
         applied = frozenset(source for source in sources if source.kind != "parameter")
         self.add((*operation.outputs, *operation.written), applied or sources)
 
@@ -252,8 +263,8 @@ class _LayerSources(Provenance[_Source]):
         for group in groups:
             for name in group:
                 neighbours.setdefault(name, set()).add(group)
-        alike = [tuple(name for name in group if len(neighbours[name]) == 1) for group in groups]
-        return [group for group in alike if len(group) > 1]
+        single = [tuple(name for name in group if len(neighbours[name]) == 1) for group in groups]
+        return [group for group in single if len(group) > 1]
 
     def regions(self) -> list[Region]:
         """Rows that share a column are in one region. An ``nn.MultiheadAttention`` is a region by itself."""
@@ -268,9 +279,7 @@ class _LayerSources(Provenance[_Source]):
                 )
             )
         attentions = [
-            Region((name,), (f"{name}.out_proj" if name else "out_proj",), (), ())
-            for name in self._attentions
-            if name in self.called
+            Region((name,), (join_names(name, "out_proj"),), (), ()) for name in self._attentions if name in self.called
         ]
         return attentions + [self._region(columns, rows) for columns, rows in merged]
 
@@ -301,15 +310,15 @@ def _inputs(sources: frozenset[_Source]) -> frozenset[int]:
 @contextmanager
 def _reads(block: nn.Module) -> Iterator[dict[str, dict[str, int]]]:
     """Collects the whole numbers that modules of `block` read from themselves and from their config."""
-    found: dict[str, dict[str, int]] = {}
+    reads: dict[str, dict[str, int]] = {}
     for name, module in block.named_modules():
         numbers: dict[str, int] = {}
-        found[name] = numbers
+        reads[name] = numbers
         _watch(module, numbers, "")
         config = vars(module).get("config")
         if config is not None:
             module.config = _watched_copy(config, numbers)
-    yield found
+    yield reads
 
 
 def _watch(owner: Any, numbers: dict[str, int], prefix: str) -> None:

@@ -5,12 +5,12 @@ They are read as plain data: ``base_model_tp_plan`` of a config, with names rela
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import nn
 
-from tensorshard.tensor_parallel.table.styles import COLWISE, COLWISE_GATHER, ROWWISE, SUM_GRADIENTS, VOCAB, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import COLWISE, COLWISE_GATHER, ROWWISE, SUM_GRADIENTS, VOCAB, Replicate
+from tensorshard.tensor_parallel.table.table import TensorTable
 
 # The names of styles since transformers 4.56.
 _STYLES: dict[str, Style] = {
@@ -24,47 +24,18 @@ _STYLES: dict[str, Style] = {
     "colwise_gather_output": COLWISE_GATHER,
     "embedding_rowwise": VOCAB,
     "replicated_with_grad_allreduce": SUM_GRADIENTS,
-    "replicate": Style("replicate"),
+    "replicate": Replicate(),
 }
 # Styles for mixtures of experts, and for activations alone. The search decides about what they name.
-_NO_EQUIVALENT = frozenset(
-    {
-        "all_reduce",
-        "embedding_colwise",
-        "ep_dispatch_experts",
-        "ep_router",
-        "free_full_weight",
-        "gather",
-        "grouped_gemm",
-        "isolated_from_parallel",
-        "local",
-        "local_packed_rowwise",
-        "local_params",
-        "mla_kv_a_proj",
-        "moe_identity_expert",
-        "moe_tp_experts",
-        "packed_colwise",
-        "packed_rowwise",
-        "sequence_parallel",
-    }
-)
+_NO_EQUIVALENT = frozenset([
+    "all_reduce", "embedding_colwise", "ep_dispatch_experts", "ep_router", "free_full_weight", "gather",
+    "grouped_gemm", "isolated_from_parallel", "local", "local_packed_rowwise", "local_params", "mla_kv_a_proj",
+    "moe_identity_expert", "moe_tp_experts", "packed_colwise", "packed_rowwise", "sequence_parallel",
+])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PublishedPlan:
-    """What is published for a model.
-
-    Args:
-        plan: the table, in this package's styles; empty if none is published.
-        unknown: entries whose style tensorshard does not know.
-    """
-
-    plan: TensorPlan
-    unknown: dict[str, str]
-
-
-def published_plan(model: nn.Module) -> PublishedPlan:
-    """The table published with `model`, if any."""
+def published_table(model: nn.Module) -> tuple[TensorTable, dict[str, str]]:
+    """The table published with `model`, perhaps empty; and its entries whose style tensorshard does not know."""
     table: dict[str, str] = {}
     prefix = getattr(model, "base_model_prefix", "")
     within = f"{prefix}." if prefix and getattr(model, "base_model", model) is not model else ""
@@ -75,4 +46,4 @@ def published_plan(model: nn.Module) -> PublishedPlan:
         table.update(own)
     entries = {pattern: style for pattern, name in table.items() if (style := _STYLES.get(name)) is not None}
     unknown = {p: name for p, name in table.items() if name not in _STYLES and name not in _NO_EQUIVALENT}
-    return PublishedPlan(TensorPlan(entries), unknown)
+    return TensorTable(entries), unknown

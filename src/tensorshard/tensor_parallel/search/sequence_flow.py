@@ -16,7 +16,9 @@ from tensorshard.tensor_parallel.table.layer_kinds import (
     is_multihead_attention,
     named_arguments,
 )
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
+from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Rowwise, Style
+from tensorshard.tensor_parallel.table.styles import Heads, Sum
+from tensorshard.tensor_parallel.table.table import join_names
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 
@@ -61,11 +63,6 @@ def leaves_as_long(shapes: Mapping[int, torch.Size], dim: int, length: int) -> t
     return tuple(leaf for leaf, shape in shapes.items() if len(shape) > dim and shape[dim] == length)
 
 
-def projection_of(attention: str) -> str:
-    """The name of an ``nn.MultiheadAttention``'s output layer."""
-    return f"{attention}.out_proj" if attention else "out_proj"
-
-
 def follow_stream(block: nn.Module, call: BlockCall, styles: Mapping[str, Style], index: int) -> StreamFlow:
     """Runs a fake copy of `block` and notes where its input `index` goes, up to column layers."""
 
@@ -104,21 +101,20 @@ class _StreamSources(Provenance[str]):
         self._given: dict[str, dict[int, int]] = {}  # for each module, its inputs by storage
         for name, module in block.named_modules():
             style = styles.get(name)
-            kind = style.kind if style is not None else ""
-            if is_convolution(module) and (kind in COLUMN_KINDS or kind == "rowwise"):
+            if is_convolution(module) and isinstance(style, Column | Rowwise):
                 module.register_forward_pre_hook(self._unsplit_called(name))
-            elif kind in COLUMN_KINDS:
+            elif isinstance(style, Column):
                 module.register_forward_pre_hook(self._column_called(name))
                 module.register_forward_hook(self._column_returned)
-            elif style is not None and kind == "rowwise":
-                if not style.sums_output_gradients:  # else its output is only used with split features (Mamba's x_proj)
+            elif isinstance(style, Rowwise):
+                if not style.sum_grad:  # else its output is only used with split features (Mamba's x_proj)
                     module.register_forward_hook(self._row_returned(name))
-            elif kind == "heads":
+            elif isinstance(style, Heads):
                 module.register_forward_pre_hook(self._attention_called(name), with_kwargs=True)
                 module.register_forward_hook(self._attention_returned(name, bool(module.out_proj.bias is not None)))
             elif is_multihead_attention(module):  # it reads its layers' weights directly
                 module.register_forward_pre_hook(self._unsplit_attention_called(name), with_kwargs=True)
-            elif kind == "sum" or (kind in ("", "colwise_gather") and _is_linear(module)):
+            elif isinstance(style, Sum) or ((style is None or isinstance(style, ColwiseGather)) and _is_linear(module)):
                 module.register_forward_pre_hook(self._unsplit_called(name))
             module.register_forward_pre_hook(self._entered(name), with_kwargs=True)
             module.register_forward_hook(self._returned(name))
@@ -141,13 +137,13 @@ class _StreamSources(Provenance[str]):
             self._inside_column += 1
             named = named_arguments(module, args, kwargs)
             sequences = {id(named[key]) for key in ("query", "key", "value")}
-            found = {
+            shapes = {
                 index: leaf.shape
                 for index, leaf in enumerate(tensor_leaves((args, kwargs)))
                 if id(leaf) in sequences and self.holds(leaf)
             }
-            if found:
-                self.flow.attentions.setdefault(name, found)
+            if shapes:
+                self.flow.attentions.setdefault(name, shapes)
 
         return hook
 
@@ -157,7 +153,7 @@ class _StreamSources(Provenance[str]):
             for tensor in tensor_leaves(output)[1:]:  # the attention weights
                 self.set(tensor, [])
             if name in self.flow.attentions:
-                self._row_put_out(projection_of(name), tensor_leaves(output)[0], biased)
+                self._row_put_out(join_names(name, "out_proj"), tensor_leaves(output)[0], biased)
 
         return hook
 
@@ -170,7 +166,7 @@ class _StreamSources(Provenance[str]):
 
     def _unsplit_attention_called(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            layer = projection_of(name)
+            layer = join_names(name, "out_proj")
             if any(map(self.holds, named_arguments(module, args, kwargs).values())) and layer not in self.flow.unsplit:
                 self.flow.unsplit.append(layer)
 
@@ -197,17 +193,17 @@ class _StreamSources(Provenance[str]):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             leaves = tensor_leaves((args, kwargs))
             self._given[name] = {index: storage_key(leaf) for index, leaf in enumerate(leaves)}
-            found = {index: leaf.shape for index, leaf in enumerate(leaves) if self.holds(leaf)}
-            self.flow.entries.setdefault(name, found)
-            beside = (index for index, leaf in enumerate(leaves) if index not in found and leaf.is_floating_point())
+            shapes = {index: leaf.shape for index, leaf in enumerate(leaves) if self.holds(leaf)}
+            self.flow.entries.setdefault(name, shapes)
+            beside = (index for index, leaf in enumerate(leaves) if index not in shapes and leaf.is_floating_point())
             self.flow.beside.setdefault(name, tuple(beside))
 
         return hook
 
     def _returned(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = {index: leaf.shape for index, leaf in enumerate(tensor_leaves(output)) if self.holds(leaf)}
-            self.flow.exits.setdefault(name, found)
+            shapes = {index: leaf.shape for index, leaf in enumerate(tensor_leaves(output)) if self.holds(leaf)}
+            self.flow.exits.setdefault(name, shapes)
 
         return hook
 

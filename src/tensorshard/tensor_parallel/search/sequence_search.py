@@ -4,7 +4,7 @@ As for the table, ways are proposed from the flow of the data. A way is right if
 simulated ranks as on one device, forward and backward.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long, projection_of
+from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long
 from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.table.table import starred
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.table import is_inside, join_names, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
@@ -69,16 +69,16 @@ def find_sequence_splits(
     for name, call in run.calls.items():
         inside = styles_inside(name, blocks.styles)
         sliced = blocks.sliced_inputs.get(name, {})
-        alike = (run.kinds[name], tuple(inside.items()), tuple(sliced.items()))
-        if alike not in known:
+        key = (run.kinds[name], tuple(inside.items()), tuple(sliced.items()))
+        if key not in known:
             prefix = f"{name}." if name else ""
             shared = [tuple(n.removeprefix(prefix) for n in s) for s in blocks.shared_inputs if s[0].startswith(prefix)]
-            known[alike] = _search_block(name, units[name], call, inside, sliced, checks, shared)
-        found = known[alike]
-        if isinstance(found, SequenceSplit):
-            splits[name] = found
+            known[key] = _search_block(name, units[name], call, inside, sliced, checks, shared)
+        outcome = known[key]
+        if isinstance(outcome, SequenceSplit):
+            splits[name] = outcome
         else:
-            refused[name] = found
+            refused[name] = outcome
     reasons = {starred(name): reason for name, reason in refused.items()}
     if not splits:
         why = "\n".join(f"  {name or type(model).__name__}: {reason}" for name, reason in reasons.items())
@@ -223,7 +223,7 @@ def _plain_ways(
     """
     length = shape[dim]
     unsplit = list(_owners(flow.unsplit))
-    with_attentions = list(_owners([*flow.unsplit, *map(projection_of, flow.attentions)]))
+    with_attentions = list(_owners([*flow.unsplit, *(join_names(name, "out_proj") for name in flow.attentions)]))
     for around in _distinct([], unsplit, with_attentions, [*dict.fromkeys([*unsplit, *_unsplit_parts(block, styles)])]):
         whole = {}
         for owner in around:
@@ -231,18 +231,18 @@ def _plain_ways(
                 leaves_as_long(flow.entries.get(owner, {}), dim, length),
                 leaves_as_long(flow.exits.get(owner, {}), dim, length),
             )
-            if all(ends) and owner and not _is_inside_any(owner, [o for o in around if o not in ("", owner)]):
+            if all(ends) and owner and not is_inside(owner, [o for o in around if o not in ("", owner)]):
                 whole[owner] = ends
         if (around or not (flow.columns or flow.attentions)) and not whole:
             continue
         attentions = {
             name: leaves_as_long(shapes, dim, length)
             for name, shapes in flow.attentions.items()
-            if not _is_inside_any(name, whole)
+            if not is_inside(name, whole)
         }
         if not all(attentions.values()):
             continue
-        owners = {o: names for o, names in _owners(flow.columns).items() if not _is_inside_any(o, whole)}
+        owners = {o: names for o, names in _owners(flow.columns).items() if not is_inside(o, whole)}
         choices = []
         for owner in owners:
             leaves = leaves_as_long(flow.entries.get(owner, {}), dim, length)
@@ -260,8 +260,8 @@ def _plain_ways(
                 {name: not gathered[owner] for owner, names in owners.items() for name in names},
                 {owner: leaves for owner, leaves in gathered.items() if leaves},
                 whole,
-                tuple(name for name in flow.rows if not _is_inside_any(name, whole)),
-                tuple(name for name in flow.partial if not _is_inside_any(name, whole)),
+                tuple(name for name in flow.rows if not is_inside(name, whole)),
+                tuple(name for name in flow.partial if not is_inside(name, whole)),
                 attentions=attentions,
             )
 
@@ -291,10 +291,6 @@ def _unsplit_parts(block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
 def _normalizes_parts(block: nn.Module, flow: StreamFlow, way: SequenceSplit) -> bool:
     """Whether statistics over positions would be computed on a part in training, which the check by numbers misses."""
     return any(
-        isinstance(module, NormBase) and flow.entries.get(name) and not _is_inside_any(name, way.whole)
+        isinstance(module, NormBase) and flow.entries.get(name) and not is_inside(name, way.whole)
         for name, module in block.named_modules()
     )
-
-
-def _is_inside_any(name: str, modules: Iterable[str]) -> bool:
-    return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -1,22 +1,30 @@
-"""The layers that tensor parallelism can split, whatever names their classes give to sizes."""
+"""The layers and modules that tensor parallelism can split, whatever names their classes give to sizes."""
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from tensorshard.comm.sharding import shard_sizes
 from tensorshard.model.forwards import own_forward, runs_forward_of
-from tensorshard.model.linear_layers import is_transposed
+from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.trains_itself import TrainsItself
+from tensorshard.tensor_parallel.table.layouts import Layout
 from tensorshard.torch_private.modules import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,
+    BatchNormBase,
+    NormBase,
     overrides_convolution,
+    own_buffers,
     own_parameters,
 )
 
 _IN_PROJECTIONS = {"in_proj_weight", "q_proj_weight"}  # an nn.MultiheadAttention has one of them
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,16 @@ class SplittableLayer:
     def has_rows(self) -> bool:
         """Whether its input features can be split too, so that its output is a sum over the ranks."""
         return self.kind in ("linear", "convolution")
+
+    @property
+    def is_plain_linear(self) -> bool:
+        """Whether it is a linear layer with torch's forward."""
+        return self.kind == "linear" and not self.own_forward
+
+    @property
+    def runs_on_parts(self) -> bool:
+        """Whether its forward is kept, and runs on this rank's part of the weight: a convolution's, or a user's."""
+        return self.has_rows and not self.is_plain_linear
 
 
 def as_splittable(module: nn.Module) -> SplittableLayer | None:
@@ -106,3 +124,102 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     parameters = signature_of(module).parameters
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return kwargs | {key: value for key, value in bound.arguments.items() if parameters[key].kind not in variadic}
+
+
+# -- modules that compute channel by channel --
+
+
+@dataclass(frozen=True)
+class Channelwise:
+    """A module that computes channel by channel, or by groups of channels, so that each rank can have some of them.
+
+    A batch normalization has statistics for each channel, and a group normalization for each group. A grouped
+    convolution is many convolutions side by side. Each rank computes such a module's results for its own channels,
+    without communication.
+
+    Args:
+        inputs, outputs: numbers of input and output channels.
+        groups: number of groups of neighbouring channels that are computed separately.
+        counts: names of attributes that hold numbers of channels or of groups.
+        surely: whether the class decides this. If not, it is guessed from the sizes of parameters and buffers.
+    """
+
+    inputs: int
+    outputs: int
+    groups: int
+    counts: tuple[str, ...]
+    surely: bool
+
+
+def as_channelwise(module: nn.Module) -> Channelwise | None:
+    """How the channels of `module` could be split, or None if it does not look as if they could.
+
+    Norms are known by their classes. Other modules count if all that they hold is one number per channel, or several.
+    """
+    if is_convolution(module):
+        grouped = Channelwise(
+            module.in_channels,  # type: ignore[arg-type]
+            module.out_channels,  # type: ignore[arg-type]
+            module.groups,  # type: ignore[arg-type]
+            ("in_channels", "out_channels", "groups"),
+            True,
+        )
+        return grouped if grouped.groups > 1 else None
+    tensors = list(_own_tensors(module))
+    if len(tensors) < sum(1 for _ in module.parameters()) + sum(1 for _ in module.buffers()):
+        return None  # it contains other modules
+    lengths = {tensor.shape for _, tensor in tensors if tensor.ndim > 0}
+    if isinstance(module, nn.GroupNorm):
+        size, groups = module.num_channels, module.num_groups
+        surely = runs_forward_of(module, nn.GroupNorm)
+        return Channelwise(size, size, groups, ("num_channels", "num_groups"), surely)
+    if isinstance(module, NormBase):
+        size = module.num_features
+        surely = runs_forward_of(module, BatchNormBase, nn.SyncBatchNorm, *_INSTANCE_NORMS)
+        return Channelwise(size, size, size, ("num_features",), surely)
+    if len(lengths) != 1 or len(shape := next(iter(lengths))) != 1:
+        return None
+    counts = tuple(key for key, value in vars(module).items() if type(value) is int and value == shape[0])
+    return Channelwise(shape[0], shape[0], shape[0], counts, False)
+
+
+def channel_layouts(name: str, module: nn.Module, size: int, parts: int = 1) -> dict[str, Layout]:
+    """Layouts of the parameters and buffers of a channelwise `module`, by their names in it.
+
+    Args:
+        name: the module's name in the model, for messages.
+        size: number of ranks.
+        parts: the number of equal parts that its channels consist of. Each part is split.
+
+    Raises:
+        ValueError: the module does not compute channel by channel, or its groups cannot be divided.
+    """
+    channels = as_channelwise(module)
+    if channels is None:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which cannot be 'channels': that is for batch, group and instance "
+            f"norms, convolutions of several groups, and modules that hold one number a channel"
+        )
+    by_channel = channels.groups == channels.inputs == channels.outputs
+    if channels.outputs % parts or channels.inputs % parts or (channels.groups % (parts * size) and not by_channel):
+        packed = "" if parts == 1 else f" in {parts} parts"
+        raise ValueError(
+            f"{name} has {channels.groups} groups of its {channels.outputs} channels{packed}, which cannot be divided "
+            f"over {size} ranks; lower tp, or leave it and the layers around it whole"
+        )
+    return {
+        key: Layout(0, (tensor.shape[0] // parts,) * parts) for key, tensor in _own_tensors(module) if tensor.ndim > 0
+    }
+
+
+def keep_own_channels(module: nn.Module, rank: int, size: int, parts: int = 1) -> None:
+    """Sets the channel and group counts of `module` to those of rank `rank` of `size`. Its tensors do not change."""
+    channels = as_channelwise(module)
+    assert channels is not None
+    for key in channels.counts:
+        setattr(module, key, parts * shard_sizes(getattr(module, key) // parts, size)[rank])
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from own_parameters(module).items()
+    yield from own_buffers(module).items()

@@ -1,7 +1,7 @@
-"""How a parameter is laid out over the tensor-parallel ranks: full on each, or cut along one dimension."""
+"""What a tensor-parallel rank has of a parameter, and of a block's sequence."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from tensorshard.comm.sharding import shard_range, shard_sizes
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of one parameter are.
+    """Where the elements of one parameter are: all on each rank, or cut along one dimension.
 
     Args:
         dim: the dimension that is cut; None for a parameter that every rank holds in full.
@@ -25,8 +25,8 @@ class Layout:
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
         """The (start, length) along `dim` that rank `rank` of `size` holds, in its order."""
         starts = [sum(self.parts[:index]) for index in range(len(self.parts))]
-        held = [shard_range(part, size, rank) for part in self.parts]
-        return [(start + offset, length) for start, (offset, length) in zip(starts, held, strict=True)]
+        pieces = [shard_range(part, size, rank) for part in self.parts]
+        return [(start + offset, length) for start, (offset, length) in zip(starts, pieces, strict=True)]
 
     def local_shape(self, shape: Sequence[int], rank: int, size: int) -> torch.Size:
         """The shape of what rank `rank` of `size` holds of a parameter of `shape`."""
@@ -60,14 +60,14 @@ def shard_view(full: torch.Tensor, layout: Layout, rank: int, size: int, *, apar
     return local_shard(full, layout, rank, size)
 
 
-def join_shards(held: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The full parameter, from the shards that the ranks hold (``held[rank]``): undoes :func:`local_shard`."""
+def join_shards(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """The full parameter, from the shards that the ranks hold (``shards[rank]``): undoes :func:`local_shard`."""
     if layout.dim is None:
-        return held[0]
-    size = len(held)
+        return shards[0]
+    size = len(shards)
     pieces: list[list[torch.Tensor]] = [
         list(local.split([length for _, length in layout.ranges(rank, size)], layout.dim))
-        for rank, local in enumerate(held)
+        for rank, local in enumerate(shards)
     ]
     return torch.cat([pieces[rank][part] for part in range(len(layout.parts)) for rank in range(size)], layout.dim)
 
@@ -85,3 +85,57 @@ def check_can_split(layout: Layout, size: int, what: str) -> None:
                 f"{what} has {part} elements along dimension {layout.dim}{packed}, which cannot be split over {size} "
                 f"ranks: each needs one at least; leave it replicated, or lower tp"
             )
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """How one block computes on its part of a sequence (Korthikanti et al. 2022). Names are relative to the block.
+
+    Between the split layers, each rank has some of the positions and all features. Within the split layers, it has all
+    positions and some of the features.
+
+    Args:
+        ndim: number of dimensions of the input that is split.
+        dim: the dimension of the sequence.
+        input: index of the tensor input that is split, among the leaves of (args, kwargs).
+        outputs: indices of the tensor outputs that are split.
+        columns: column layers that read the sequence, and whether they gather their input themselves. If not, a module
+            around them gathers it.
+        modules: modules that gather some of their tensor inputs when they are called: the indices of these inputs.
+        whole: modules that are not split and mix positions. Each rank runs all of them, on the whole sequence. For
+            each: the indices of the tensor inputs to gather, and of the outputs to cut.
+        rows: row layers, whose summed output is scattered along the sequence.
+        partial: parameters that are applied to parts of the sequence, so their gradients have to be summed.
+        attentions: split ``nn.MultiheadAttention`` modules that read the sequence: the indices of their tensor inputs
+            that come in parts.
+        scatters: whether the input comes whole and has to be cut.
+        gathers: whether the outputs are needed whole.
+        copied: for modules in `modules`, the inputs that come in full from outside of the sequence. Each rank computes
+            something else with them, so their gradients are summed.
+        reshapes: whether reshapes of tensors with all positions ask for the length of a part, and have to be corrected.
+    """
+
+    ndim: int
+    dim: int
+    input: int
+    outputs: tuple[int, ...]
+    columns: Mapping[str, bool]
+    modules: Mapping[str, tuple[int, ...]]
+    whole: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    rows: tuple[str, ...]
+    partial: tuple[str, ...]
+    scatters: bool = False
+    gathers: bool = False
+    attentions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reshapes: bool = False
+    copied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def linked(self, *, scatters: bool, gathers: bool) -> "SequenceSplit":
+        """A copy of this split that scatters its input, or gathers its outputs, as given."""
+        return replace(self, scatters=scatters, gathers=gathers)
+
+    def describe(self) -> str:
+        """Describes the split in a few words, without names of parameters."""
+        places = [*(name for name, alone in self.columns.items() if alone), *self.modules, *self.attentions]
+        whole = f", whole in {', '.join(self.whole)}" if self.whole else ""
+        return f"dim {self.dim}, gathered for {', '.join(places)}, scattered by {', '.join(self.rows)}{whole}"

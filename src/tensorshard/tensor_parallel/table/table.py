@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,11 +10,13 @@ from torch import nn
 
 from tensorshard.common.paths import read_utf8
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
-from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, Style, parse_style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, HEADS, ROWWISE, VOCAB, parse_style
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class TensorTable:
     """A tensor-parallel table. It reads like ``{"layers.*.q_proj": colwise, "layers.*.o_proj": rowwise, ...}``.
 
     Names are those of modules, or of parameters of a module that is not split itself. ``*`` matches any characters,
@@ -28,7 +30,7 @@ class TensorPlan:
     entries: dict[str, Style]
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, str]) -> "TensorPlan":
+    def from_dict(cls, table: Mapping[str, str]) -> "TensorTable":
         """A table from plain strings, as ``Plan(tp_plan=...)`` takes it.
 
         Raises:
@@ -50,7 +52,7 @@ class TensorPlan:
         return {pattern: str(style) for pattern, style in self.entries.items()}
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> "TensorPlan":
+    def from_yaml(cls, path: str | Path) -> "TensorTable":
         """Reads what :meth:`to_yaml` wrote.
 
         Raises:
@@ -88,32 +90,78 @@ class TensorPlan:
         for pattern in self.entries:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(_nothing_matches(pattern, names))
-        found: dict[str, Style] = {}
+        styles: dict[str, Style] = {}
         for name in names:
             if name in self.entries:
-                found[name] = self.entries[name]
+                styles[name] = self.entries[name]
                 continue
             matching = [pattern for pattern in self.entries if fnmatchcase(name, pattern)]
             if len({self.entries[pattern] for pattern in matching}) > 1:
                 said = " and ".join(f"{pattern!r} ({self.entries[pattern]})" for pattern in matching)
                 raise ValueError(f"{name} is matched by {said}, which disagree: make one of them more specific")
             if matching:
-                found[name] = self.entries[matching[0]]
-        return found | _tied_layers(model, found) | _output_projections(model, found)
+                styles[name] = self.entries[matching[0]]
+        return styles | _tied_layers(model, styles) | _output_projections(model, styles)
 
     def restricted_to(self, name: str, module: nn.Module) -> dict[str, Style]:
         """The styles of what is inside `module`, by the names in it. The model calls the module `name`."""
         prefix = f"{name}." if name else ""
-        found = {}
+        styles = {}
         inner = [key for key, _ in module.named_modules() if key] + [key for key, _ in module.named_parameters()]
         for key in inner:
             matching = [p for p in self.entries if fnmatchcase(prefix + key, p)]
             if matching:
-                found[key] = self.entries[prefix + key if prefix + key in matching else matching[0]]
-        return found
+                styles[key] = self.entries[prefix + key if prefix + key in matching else matching[0]]
+        return styles
 
 
-def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
+@dataclass(frozen=True)
+class VerifiedTable:
+    """What the search found.
+
+    Args:
+        plan: the table; ``plan.to_yaml(path)`` saves it, ``Plan(tp_plan=plan.to_dict())`` uses it.
+        whole: globs of the layers that stay whole, and why.
+        alone: globs of the layers that are split one by one, with gathered outputs, and why they are in no pair.
+        split_share: share of the model's parameters that is split, 0 to 1.
+        kept_share: share of the model's parameters that is split only in memory (``gather``). Every rank computes with
+            all of them.
+        size: number of ranks that it is for.
+        shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
+        checked: whether it was checked by numbers.
+        sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
+        not_random: names of the blocks that make no random numbers in training; empty if the table was not checked.
+    """
+
+    plan: TensorTable
+    whole: dict[str, str]
+    split_share: float
+    size: int
+    shared_inputs: list[tuple[str, ...]]
+    checked: bool = True
+    sequence: dict[str, SequenceSplit] = field(default_factory=dict)
+    not_random: frozenset[str] = frozenset()
+    alone: dict[str, str] = field(default_factory=dict)
+    kept_share: float = 0.0
+
+    def describe(self) -> str:
+        """The table, what stays whole or is split alone and why, and how much is split."""
+        how = f"checked by numbers on {self.size} simulated ranks" if self.checked else "given, and not checked"
+        lines = [f"tensor-parallel table, {how}:", self.plan.describe()]
+        for title, reasons in (("stays whole:", self.whole), ("split alone, its output gathered:", self.alone)):
+            if reasons:
+                width = max(map(len, reasons))
+                lines += [title, *(f"{name:<{width}}  {reason}" for name, reason in reasons.items())]
+        kept = f", {self.kept_share:.0%} in memory alone" if self.kept_share else ""
+        lines.append(f"{self.split_share:.0%} of the parameters are split{kept}")
+        if self.sequence:
+            shown = {starred(name): split.describe() for name, split in self.sequence.items()}
+            width = max(map(len, shown))
+            lines += ["in parts of a sequence:", *(f"{name:<{width}}  {how}" for name, how in shown.items())]
+        return "\n".join(lines)
+
+
+def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorTable:
     """The shortest table of globs over list indices that gives exactly `styles`."""
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     members: dict[str, list[str]] = {}
@@ -126,12 +174,22 @@ def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
         # `*` also matches dots. A glob must not match names at another depth that have another style.
         exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
         entries[pattern if uniform and exact else name] = style
-    return TensorPlan(entries)
+    return TensorTable(entries)
 
 
 def starred(name: str) -> str:
     """`name` with every index into a list replaced by ``*``."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def join_names(outer: str, inner: str) -> str:
+    """The name in a model of what the module `outer` calls `inner`; "" is the model, or the module, itself."""
+    return f"{outer}.{inner}" if outer and inner else outer or inner
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether `name` is that of one of `modules`, or of something in it."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _tied_layers(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
@@ -158,7 +216,7 @@ def _output_projections(model: nn.Module, styles: Mapping[str, Style]) -> dict[s
     implied = {}
     for name, module in model.named_modules():
         if styles.get(name) == HEADS and is_multihead_attention(module):
-            projection = f"{name}.out_proj" if name else "out_proj"
+            projection = join_names(name, "out_proj")
             if styles.get(projection, ROWWISE) != ROWWISE:
                 raise ValueError(
                     f"{projection} is {str(styles[projection])!r}, but the heads of {name} are split ('heads'), so "

@@ -24,18 +24,18 @@ from tensorshard.model.fake_copies import (
     pooled_values,
     random_values,
 )
-from tensorshard.model.host_random import host_random_kept, host_random_states
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.operation_counter import OperationCounter
+from tensorshard.model.provenance import OperationCounter
+from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.tensor_split import shard_buffers
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution
-from tensorshard.tensor_parallel.table.layouts import Layout, local_shard, shard_view
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.layer_styles import LayerStyle, Style
+from tensorshard.tensor_parallel.table.layouts import Layout, SequenceSplit, local_shard, shard_view
+from tensorshard.tensor_parallel.table.styles import Channels
+from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
 from tensorshard.tensor_parallel.verify.comparison import (
@@ -95,7 +95,7 @@ class BlockCheck:
         self._kept = own_inputs, dtype, compact
         self._read_outside = read_outside
         self._by_channel: dict[tuple[str, int], bool] = {}
-        self._as_linear: dict[tuple[str, str], bool] = {}
+        self._as_linear: dict[tuple[str, bool], bool] = {}
         for gentle in (False, True):
             self._prepare(block, call, gentle)
             self.expected = self._full_run()
@@ -163,7 +163,7 @@ class BlockCheck:
     def _run_noting_writes(self) -> BlockRun:
         copied = self.make_copy()
         before = host_random_states()
-        with self._noting_writes(copied) as written, host_random_kept():
+        with self._noting_writes(copied) as written, host_random_restored():
             expected = self._run(copied, self._given, None)
             self._draws = host_random_states() != before
         self._written = written
@@ -333,7 +333,7 @@ class BlockCheck:
 
     def _check_channels(self, styles: Mapping[str, Style]) -> None:
         for name, style in styles.items():
-            if style.kind == "channels":
+            if isinstance(style, Channels):
                 key = name, style.parts
                 if key not in self._by_channel:
                     module = self._block.get_submodule(name)
@@ -343,13 +343,13 @@ class BlockCheck:
 
     def _check_own_forwards(self, styles: Mapping[str, Style]) -> None:
         for name, style in styles.items():
-            if style.kind != "rowwise" and style.kind not in (*COLUMN_KINDS, "colwise_gather"):
+            if not isinstance(style, LayerStyle):
                 continue
             module = self._block.get_submodule(name)
             layer = as_splittable(module)
             if layer is None or layer.kind != "linear" or not layer.own_forward:
                 continue
-            key = name, "rowwise" if style.kind == "rowwise" else "colwise"
+            key = name, style.splits_inputs
             if key not in self._as_linear:
                 self._as_linear[key] = computes_as_linear(module, key[1], self.size)
             if not self._as_linear[key]:
@@ -365,7 +365,7 @@ class BlockCheck:
     ) -> BlockRun:
         rank, size = group.rank(), group.size()
         split_block = self.make_copy()
-        apply_tensor_parallel(split_block, TensorPlan(dict(split.styles)), group, shared_inputs=split.shared_inputs)
+        apply_tensor_parallel(split_block, TensorTable(dict(split.styles)), group, shared_inputs=split.shared_inputs)
         apply_sequence_parallel(split_block, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
             for name, parameter in split_block.named_parameters():

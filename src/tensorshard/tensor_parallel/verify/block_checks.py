@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck
 from tensorshard.tensor_parallel.verify.model_run import ModelRun

@@ -10,7 +10,7 @@ from torch import nn
 from tensorshard.model.copies import copy_module
 from tensorshard.model.fake_copies import copy_with, random_values
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.tensor_parallel.table.channelwise import as_channelwise, channel_layouts, keep_own_channels
+from tensorshard.tensor_parallel.table.layer_kinds import as_channelwise, channel_layouts, keep_own_channels
 from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.torch_private.modules import own_buffers, own_parameters, set_buffer, set_parameter
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.operation_counter import OperationCounter
+from tensorshard.model.provenance import OperationCounter
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
-from tensorshard.tensor_parallel.table.styles import Style
-from tensorshard.tensor_parallel.table.table import TensorPlan
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.styles import Divide, owner_of
+from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import MismatchError, not_running
@@ -119,13 +120,10 @@ class InnerCheck:
 
     def _divided(self, name: str, style: Style) -> Hashable:
         """The numbers that `style` divides. Modules that compute the same may have different numbers there."""
-        module = self._module.get_submodule(name) if style.kind == "divide" else None
-        owners = {"": module, "config": getattr(module, "config", None)}
-        found = []
-        for option in style.names if module is not None else ():
-            owner, _, attribute = option.partition("/")[0].rpartition(".")
-            found.append(getattr(owners.get(owner), attribute, None))
-        return tuple(found)
+        if not isinstance(style, Divide):
+            return ()
+        owned = (owner_of(self._module.get_submodule(name), target.partition("/")[0]) for target in style.targets)
+        return tuple(getattr(owner, attribute, None) for owner, attribute in owned)
 
     def _effect(self, outside: Styles) -> tuple[bool, MismatchError | None]:
         """Whether `outside` changes what the module is called with; and if the block fails before the call, why."""
@@ -177,7 +175,7 @@ def _call_inside(
     """
     copied = block.make_copy()
     if styles:
-        apply_tensor_parallel(copied, TensorPlan(dict(styles)), fake_process_group(0, block.size))
+        apply_tensor_parallel(copied, TensorTable(dict(styles)), fake_process_group(0, block.size))
     calls: list[tuple[BlockCall, int]] = []
 
     def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.verify.block_calls import as_call
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError, not_running

@@ -11,8 +11,7 @@ from torch import nn
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.copies import copy_module
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.sample_inputs import example_inputs
-from tensorshard.model.smaller_inputs import smaller_inputs
+from tensorshard.model.sample_inputs import example_inputs, smaller_inputs
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution, is_multihead_attention
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture

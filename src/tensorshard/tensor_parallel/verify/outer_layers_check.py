@@ -14,7 +14,7 @@ from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors_once
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
-from tensorshard.tensor_parallel.table.styles import Style
+from tensorshard.tensor_parallel.table.layer_styles import Rowwise, Style
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
@@ -46,8 +46,7 @@ class OuterLayersCheck:
         if layer is None or not layer.own_forward:
             return None
         if layer.kind == "linear":
-            kind = "rowwise" if style.kind == "rowwise" else "colwise"
-            agrees = computes_as_linear(module, kind, self._size)
+            agrees = computes_as_linear(module, isinstance(style, Rowwise), self._size)
             return None if agrees else "its own forward computes another on a part of its weight"
         call = self._call(name)
         return (

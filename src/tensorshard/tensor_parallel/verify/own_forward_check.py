@@ -18,12 +18,12 @@ _MOST_OUTPUTS = 512
 
 
 @torch.no_grad()
-def computes_as_linear(module: nn.Module, style: str, size: int) -> bool:
+def computes_as_linear(module: nn.Module, splits_inputs: bool, size: int) -> bool:
     """Whether `size` ranks that each have a part of the weight compute what `module` does.
 
     Args:
         module: has its own forward; left as it is.
-        style: "rowwise" if each rank has some of the inputs. With other styles, each has some of the outputs.
+        splits_inputs: whether each rank has some of the inputs. Else each has some of the outputs.
     """
     layer = as_splittable(module)
     assert layer is not None
@@ -47,15 +47,15 @@ def computes_as_linear(module: nn.Module, style: str, size: int) -> bool:
             expected = with_parameters(weight, bias, input)
             found = []
             for rank in range(size):
-                start, length = shard_range(layer.inputs if style == "rowwise" else outputs, size, rank)
+                start, length = shard_range(layer.inputs if splits_inputs else outputs, size, rank)
                 part = slice(start, start + length)
-                if style == "rowwise":
+                if splits_inputs:
                     found.append(with_parameters(weight[:, part], None, input[..., part]))
                 else:
                     found.append(with_parameters(weight[part], None if bias is None else bias[part], input))
     except Exception:  # any error of the forward on a part of the weight, or on a random input
         return False
-    total = torch.stack(found).sum(0) if style == "rowwise" else torch.cat(found, -1)
-    if style == "rowwise" and bias is not None:
+    total = torch.stack(found).sum(0) if splits_inputs else torch.cat(found, -1)
+    if splits_inputs and bias is not None:
         total = total + bias
     return total.shape == expected.shape and torch.allclose(total, expected, _TOLERANCE, _TOLERANCE)

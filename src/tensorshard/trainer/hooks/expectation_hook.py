@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tensorshard.common.quantities import size_text
 from tensorshard.predict import Estimate
 from tensorshard.predict.hardware import save_ratios
-from tensorshard.predict.search.machine import estimated_seconds
-from tensorshard.predict.sizes import size_text
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.memory import PeakMemory
 from tensorshard.trainer.step_record import StepRecord
@@ -66,7 +65,7 @@ class ExpectationHook(Hook):
     def _compare(self, *, keeps_freed_memory: bool) -> None:
         hardware = self._expected.hardware
         lines, ratios = [], {}
-        estimated = estimated_seconds(self._expected)
+        estimated = self._expected.step_seconds
         if estimated is not None:
             measured = statistics.median(self._seconds[_WARM_UP:])
             ratios["time_ratio"] = measured / estimated

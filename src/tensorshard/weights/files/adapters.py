@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.model.running_statistics import STATISTICS, keeps_statistics
+from tensorshard.model.buffers import STATISTICS, keeps_statistics
 from tensorshard.torch_private.modules import without_values
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class
 from tensorshard.weights.files.stored_weights import is_of_transformers

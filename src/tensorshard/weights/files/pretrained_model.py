@@ -1,8 +1,9 @@
 """`from_pretrained`: a model whose initial weights are in files. Each rank reads what it needs of them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from torch import nn
 
 from tensorshard.common.paths import as_path
 from tensorshard.model.parameters import parameter_aliases
-from tensorshard.weights.files.match_weights import find_stored_weights
-from tensorshard.weights.files.stored_weights import StoredWeights
+from tensorshard.weights.files.stored_weights import StoredWeights, WeightFile, is_of_transformers
 from tensorshard.weights.files.weight_files import open_weight_files
 from tensorshard.weights.initial.source import TensorSource
 
@@ -126,7 +126,7 @@ class _FileTensors(TensorSource):
 
 
 def _stored(path: Path, module: nn.Module) -> StoredWeights:
-    stored = find_stored_weights(open_weight_files(path), module)
+    stored = _find_stored(open_weight_files(path), module)
     if not stored.made_of:
         raise ValueError(
             f"{path} has no weight of this {type(module).__name__}: its names are like "
@@ -135,13 +135,76 @@ def _stored(path: Path, module: nn.Module) -> StoredWeights:
     return stored
 
 
+def _find_stored(files: list[WeightFile], module: nn.Module) -> StoredWeights:
+    """Finds where each tensor of `files` belongs in `module`, which is on the meta device.
+
+    Models of transformers are matched by its own rules, which rename, fuse and split what older versions and other
+    frameworks wrote. For other models the names must be the same; a common prefix on only one side is dropped.
+
+    Raises:
+        ValueError: a name occurs in two files, or a tensor has another shape than the model's.
+    """
+    where: dict[str, WeightFile] = {}
+    for file in files:
+        for name in file:
+            if name in where:
+                raise ValueError(
+                    f"{name!r} is in {where[name].path.name} and in {file.path.name}; each tensor has one file"
+                )
+            where[name] = file
+    wanted = module.state_dict(keep_vars=True)
+    stored = StoredWeights(files)
+    if is_of_transformers(module):
+        from tensorshard.weights.files.transformers_weights import match
+
+        match(stored, where, module)
+    else:
+        _match_names(stored, where, wanted)
+    wrong = [
+        f"{name} has shape {tuple(layout.shape)} in the files and {tuple(wanted[name].shape)} in the model"
+        for name, layout in stored.layouts.items()
+        if layout.shape != wanted[name].shape
+    ]
+    if wrong:
+        more = f"; {len(wrong) - 3} more differ" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"{files[0].path.parent} has the weights of another model than {type(module).__name__}: "
+            f"{'; '.join(wrong[:3])}{more}. Give the model that they are of: from_pretrained(path, model=...)"
+        )
+    return stored
+
+
+def _match_names(stored: StoredWeights, where: Mapping[str, WeightFile], wanted: Mapping[str, torch.Tensor]) -> None:
+    renamed = _without_common_prefix(where, wanted)
+    for name, file in where.items():
+        target = renamed(name)
+        if target not in wanted:
+            stored.unused.append(name)
+            continue
+        stored.layouts[target] = file.layout(name)
+        stored.made_of[target] = partial(file.__getitem__, name)
+
+
+def _without_common_prefix(stored: Iterable[str], wanted: Iterable[str]) -> Callable[[str], str]:
+    """Turns stored names into the model's: they are the same, or longer or shorter by one module's name."""
+    wanted, stored = set(wanted), set(stored)
+    if not wanted & stored:
+        for prefix in sorted({name.partition(".")[0] + "." for name in stored if "." in name}):
+            if any(name.removeprefix(prefix) in wanted for name in stored if name.startswith(prefix)):
+                return lambda name: name.removeprefix(prefix)
+        for prefix in sorted({name.partition(".")[0] + "." for name in wanted if "." in name}):
+            if any(prefix + name in wanted for name in stored):
+                return lambda name: prefix + name
+    return lambda name: name
+
+
 def _check_same_files(stored: StoredWeights, path: Path, group: dist.ProcessGroup) -> None:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, stored.describe(), group=group)
-    for rank, files in enumerate(found):
-        if files != found[0]:
+    files_of: list[Any] = [None] * group.size()
+    dist.all_gather_object(files_of, stored.describe(), group=group)
+    for rank, files in enumerate(files_of):
+        if files != files_of[0]:
             raise ValueError(
-                f"rank {rank} finds other files in {path} than rank 0: {_named(files)} there and {_named(found[0])} "
+                f"rank {rank} finds other files in {path} than rank 0: {_named(files)} there and {_named(files_of[0])} "
                 f"on rank 0; every machine needs the same"
             )
 

@@ -1,12 +1,23 @@
-"""Where the values of a model's tensors are stored in files."""
+"""Where files store the values of a model's tensors: mostly one tensor of the same name."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from tensorshard.weights.files.weight_file import WeightFile
+
+class WeightFile(ABC, Mapping[str, torch.Tensor]):
+    """The tensors of one file, by name. Each is read when it is used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def layout(self, name: str) -> torch.Tensor:
+        """The tensor `name` on the meta device: its shape and dtype."""
 
 
 @dataclass

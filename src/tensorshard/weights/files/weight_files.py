@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.weights.files.weight_file import WeightFile
+from tensorshard.weights.files.stored_weights import WeightFile
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -90,7 +90,7 @@ def open_weight_files(path: Path) -> list[WeightFile]:
         ValueError: a file cannot be read.
     """
     if (path / "engine.json").is_file():
-        from tensorshard.weights.files.checkpoint_weights import CheckpointWeights  # which brings torch's checkpoints
+        from tensorshard.weights.files.checkpoint_files import CheckpointWeights  # which brings torch's checkpoints
 
         return [CheckpointWeights(path)]
     if path.is_dir():

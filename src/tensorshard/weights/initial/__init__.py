@@ -5,8 +5,7 @@ Three sources with one interface (`TensorSource`): `record` for a callable that 
 callable that built it.
 """
 
-from tensorshard.weights.initial.meta import from_meta
-from tensorshard.weights.initial.recording import Recording, record
+from tensorshard.weights.initial.recording import Recording, from_meta, record
 from tensorshard.weights.initial.source import HeldTensors, TensorSource, from_module
 
 __all__ = ["HeldTensors", "Recording", "TensorSource", "from_meta", "from_module", "record"]

@@ -1,12 +1,16 @@
-"""The mode that a constructor runs in: every operation goes to a log, and none allocates memory."""
+"""The modes that a constructor runs in: every operation goes to a log, and none allocates memory."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from tensorshard.comm.world import world
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import (
     DataDependentOutputException,
@@ -17,10 +21,11 @@ from tensorshard.torch_private.fake_tensors import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from tensorshard.torch_private.modules import truncated_normal_replaced
 from tensorshard.torch_private.operators import OpOverload, schema
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only
-from tensorshard.torch_private.tensors import storage_address
-from tensorshard.weights.initial.log import Arguments, Log, Operation, TensorRef
+from tensorshard.torch_private.tensors import mark_as_parameter, storage_address
+from tensorshard.weights.initial.operation_log import Arguments, Log, Operation, TensorRef
 
 aten = torch.ops.aten
 
@@ -44,6 +49,8 @@ OVERWRITES = frozenset(
     }
 )
 
+MEMORY_READS = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
+
 
 class UnrecordableError(RuntimeError):
     """A constructor does something that cannot be recorded. The message says what, with the constructor as subject."""
@@ -66,6 +73,7 @@ class OperationRecorder(TorchDispatchMode):
         """To be made after torch was seeded: a constructor that seeds it anew must get the numbers that follow."""
         super().__init__()
         self._seed = torch.initial_seed()
+        self._is_simulated = world().is_simulated  # then no value is ever asked for
         self.log = Log()
         self.failure: str | None = None
         self._fake_mode = fake_mode
@@ -107,7 +115,7 @@ class OperationRecorder(TorchDispatchMode):
         self._log(func, arguments, [], reads=written - filled, written=written, filled=filled, random=True)
 
     def _check_seed(self) -> None:
-        if torch.initial_seed() != self._seed:
+        if torch.initial_seed() != self._seed and not self._is_simulated:
             raise UnrecordableError("seeds torch's random numbers itself (torch.manual_seed)")
 
     def __torch_dispatch__(
@@ -258,3 +266,65 @@ def _check_device(device: torch.device) -> None:
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != device.type:
         raise UnrecordableError(f"makes tensors on {device.type!r}, a device that this machine does not have")
+
+
+class TensorMethodRecorder(TorchFunctionMode):
+    """Makes copies of tensors from recorded operations, and refuses reads of memory. Entered inside the recorder.
+
+    `Tensor.__deepcopy__` (`nn.TransformerEncoder` copies its layer) would copy the mode that a fake tensor
+    belongs to, and so free some of that mode's memory twice.
+    """
+
+    def __init__(self, recorder: OperationRecorder, internal: frozenset[str]) -> None:
+        """
+        Args:
+            recorder: gets the reads, as failures.
+            internal: The names in a fake tensor's `__dict__` that are not the user's.
+        """
+        super().__init__()
+        self._recorder = recorder
+        self._internal = internal
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
+            return self._deepcopy(*args, **(kwargs or {}))
+        if func in MEMORY_READS and isinstance(args[0], FakeTensor):
+            self._recorder.failure = f"reads a tensor's memory (torch.Tensor.{func.__name__})"
+            raise UnrecordableError(self._recorder.failure)
+        return func(*args, **(kwargs or {}))
+
+    def _deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+        """A copy of `tensor`. As in torch, copies share memory where their originals do."""
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        storage = tensor.untyped_storage()
+        address = ("storage", storage_address(storage))
+        with torch.no_grad():
+            if address not in memo:
+                elements = storage.nbytes() // tensor.itemsize
+                memo[address] = tensor.as_strided((elements,), (1,), 0).clone()
+            copied = memo[address].view(tensor.dtype)
+            copied = copied.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        copied.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            mark_as_parameter(copied)
+        for name, value in vars(tensor).items():
+            if name not in self._internal:
+                setattr(copied, name, copy.deepcopy(value, memo))
+        memo[id(tensor)] = copied
+        return copied
+
+
+def truncated_normal_recorded(recorder: OperationRecorder) -> AbstractContextManager[None]:
+    """Makes `nn.init.trunc_normal_` one operation. From torch 2.12 on it reads the numbers that it has drawn."""
+
+    def recorded(sample: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            recorder.log_fill(sample, tensor, *args, **kwargs)
+            return tensor
+
+        return fill
+
+    return truncated_normal_replaced(recorded)

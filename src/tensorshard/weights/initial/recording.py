@@ -13,21 +13,33 @@ import torch
 from torch import nn
 
 from tensorshard.model.copies import copy_module
-from tensorshard.model.host_random import host_random_kept
+from tensorshard.model.state_places import host_random_restored
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from tensorshard.torch_private.modules import TABLES
+from tensorshard.torch_private.modules import (
+    TABLES,
+    own_buffers,
+    own_parameters,
+    reset_method,
+    set_buffer,
+    set_parameter,
+)
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.tensors import PARAMETER_FLAG
-from tensorshard.weights.initial.function_mode import TensorMethodRecorder, truncated_normal_recorded
-from tensorshard.weights.initial.log import Log, TensorRef
-from tensorshard.weights.initial.recorder import OperationRecorder, UnrecordableError
-from tensorshard.weights.initial.replay import replay
+from tensorshard.weights.initial.operation_log import Log, TensorRef, replay
+from tensorshard.weights.initial.recorder import (
+    OperationRecorder,
+    TensorMethodRecorder,
+    UnrecordableError,
+    truncated_normal_recorded,
+)
 from tensorshard.weights.initial.source import TensorSource, from_module, move_to_meta, named_tensors
 
 logger = logging.getLogger("tensorshard")
 
 _NOBODYS_SEED = 0x7E5502D  # while a constructor runs, so that one that seeds torch itself is noticed
+
+REMEDY = "pass the callable that builds the model, instead of a module on the meta device"
 
 
 class Recording(TensorSource):
@@ -248,8 +260,79 @@ def seeded(seed: int) -> Iterator[None]:
     """Seeds torch's, numpy's and Python's global generators, and restores them afterwards."""
     # An accelerator that nobody has used yet has no state to keep; asking for it would take memory there.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), host_random_kept():
+    with torch.random.fork_rng(devices=devices), host_random_restored():
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield
+
+
+def from_meta(module: nn.Module, *, seed: int) -> TensorSource:
+    """The values that a meta module's parts set themselves, by `reset_parameters` of those that hold tensors.
+
+    That is PyTorch's convention for deferred initialisation. Children are reset before their parents, the
+    order in which constructors finish. Tensors of the model that are not on the meta device keep their
+    values.
+
+    Known limit: whatever else the model's constructor did (`self.apply(init)`, scaling the weights of some
+    layers, copying one weight to another) is not known here, and is lost. Where that matters, pass the
+    callable.
+
+    Args:
+        module: A model with tensors on the meta device. It is changed in place and becomes the source's
+            `module`.
+        seed: Determines all random values.
+
+    Raises:
+        ValueError: A module holds tensors on the meta device but has no `reset_parameters`, or has one that
+            leaves some of them unset.
+    """
+    blanks: list[tuple[nn.Module, str, torch.Tensor]] = []
+    resets: list[Callable[[], object]] = []
+    for path, owner in module.named_modules():
+        unset = [
+            (owner, name, tensor)
+            for name, tensor in (*own_parameters(owner).items(), *own_buffers(owner).items())
+            if tensor.is_meta
+        ]
+        if unset:
+            blanks.extend(unset)
+            resets.append(_reset_method(owner, path, unset[0][1]))
+    names = [name for name, tensor in named_tensors(module) if tensor.is_meta]
+
+    def build() -> nn.Module:
+        made: dict[int, torch.Tensor] = {}  # a tied tensor is made once
+        for owner, name, blank in blanks:
+            if id(blank) not in made:
+                made[id(blank)] = _with_memory(blank)
+            put = set_parameter if name in own_parameters(owner) else set_buffer
+            put(owner, name, made[id(blank)])
+        for reset in reversed(resets):
+            reset()
+        return module
+
+    source = record(build, seed=seed)
+    if isinstance(source, Recording):
+        for name in names:
+            if not source.is_written(name):
+                raise ValueError(f"no reset_parameters() of the model sets {name!r}; {REMEDY}")
+    return source
+
+
+def _reset_method(owner: nn.Module, path: str, tensor_name: str) -> Callable[[], object]:
+    reset = reset_method(owner)
+    if reset is None:
+        raise ValueError(
+            f"module {path!r} ({type(owner).__name__}) holds {tensor_name!r} on the meta device and has no "
+            f"reset_parameters() that would initialise it; {REMEDY}"
+        )
+    return reset
+
+
+def _with_memory(blank: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty_strided(blank.size(), blank.stride(), dtype=blank.dtype, device="cpu")
+    if isinstance(blank, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=blank.requires_grad)
+    for name, value in vars(blank).items():
+        setattr(tensor, name, value)
+    return tensor

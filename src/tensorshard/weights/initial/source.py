@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tensorshard.comm.world import world
-from tensorshard.model.other_places import note_other_places, other_places, swap_in
+from tensorshard.model.references import note_references, references_to, swap_in
 from tensorshard.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from tensorshard.torch_private.modules import (
     every_module,
@@ -170,7 +170,7 @@ def move_to_meta(
     with unset_fake_temporarily():
         fake_copies = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
     _check_no_views(module, originals)
-    note_other_places(module)
+    note_references(module)
     for owner in every_module(module).values():
         for name, parameter in own_parameters(owner).items():
             set_parameter(owner, name, fake_copies[id(parameter)])
@@ -180,7 +180,7 @@ def move_to_meta(
     if attribute is not None:
         registered = {id(tensor) for tensor in fake_copies.values()}
         made: dict[int, Any] = {}
-        for place, _ in list(other_places(module, lambda tensor: id(tensor) not in registered)):
+        for place, _ in list(references_to(module, lambda tensor: id(tensor) not in registered)):
             swap_in(place, lambda tensor: tensor if id(tensor) in registered else attribute(tensor), made)
 
 
@@ -196,7 +196,7 @@ def _check_no_views(module: nn.Module, originals: Mapping[str, torch.Tensor]) ->
         strided = type(tensor) in (torch.Tensor, FakeTensor) and tensor.layout == torch.strided and not tensor.is_meta
         return strided and id(tensor) not in registered and storage_address(tensor.untyped_storage()) in memory
 
-    for place, tensors in other_places(module, is_view):
+    for place, tensors in references_to(module, is_view):
         if isinstance(place.holder, nn.Module) and forward_pre_hooks(place.holder):
             continue  # a hook makes it again before it is read, as the older ``spectral_norm`` does
         name = memory[storage_address(tensors[0].untyped_storage())]

@@ -1,0 +1,136 @@
+"""Replicated parameters in buckets, whose gradients are reduced and whose updates are gathered together."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.plan.mesh import Mesh
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+
+ALONE_BYTES = 1 << 16
+"""A tensor of at least this many bytes is sent by itself, without being copied into a packed message."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups over which gradients are averaged."""
+
+    shard: dist.ProcessGroup | None  # each rank keeps a shard of the sum
+    sum: dist.ProcessGroup | None  # each rank keeps all of it
+    all: dist.ProcessGroup | None  # all data ranks; None for one alone
+    data_ranks: int
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.shard is None else self.shard.size()
+
+    @property
+    def communicate(self) -> bool:
+        return self.data_ranks > 1
+
+
+def shard_layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, Groups]:
+    """The mesh over which parts are kept, and the groups over which gradients are averaged."""
+    if level == 0 or mesh.degrees["dp_shard"] == 1:
+        everyone = mesh.dp_group if mesh.dp_size > 1 else None
+        return None, Groups(None, everyone, everyone, mesh.dp_size)
+    replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
+    return mesh.along("dp_shard"), Groups(mesh.group("dp_shard"), replicate, mesh.dp_group, mesh.dp_size)
+
+
+class Bucket:
+    """The parameters of one unit, and the state of their transfers."""
+
+    def __init__(self, parameters: list[ReplicatedParameter]) -> None:
+        self.parameters = parameters
+        self.alone = [p for p in parameters if p.even and p.storage.nbytes >= ALONE_BYTES]
+        self.packed = [p for p in parameters if p not in self.alone]
+        self.ready: set[ReplicatedParameter] = set()
+        self.gathering: list[tuple[dist.Work, Any]] = []
+        self.update_pending = False  # an update of its master weights goes on, and forwards do not have it yet
+
+
+class Buckets:
+    """The parameters that are trained now, a bucket for each unit. All others that are trained are in two more.
+
+    Args:
+        units: lists of modules whose parameters travel together.
+        before_change: called before parameters move to other buckets.
+
+    Attributes:
+        most: how many buckets there may be.
+        unit_of: the index of each parameter's unit.
+        of_units: the buckets by these indices, in their order.
+        trained: the same buckets.
+        frozen: the parameters that are not trained.
+        bucket_of: the bucket of each trained parameter.
+        backward_order: the buckets in the order in which gradients are reduced.
+        launched: how many of these are reduced already in the backward that is running.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[ReplicatedParameter],
+        units: list[list[nn.Module]],
+        before_change: Callable[[], None],
+    ) -> None:
+        self._parameters = list(parameters)
+        self._units = len(units)
+        self.most = len(units) + 2
+        self._before_change = before_change
+        self._trained: tuple[bool, ...] | None = None
+        self.unit_of = self._assign(units)
+        self.arrange()
+
+    def _assign(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
+        """The index of each parameter's unit. Two more are for parameters in no unit: those before the first unit, and
+        the others."""
+        by_compute = {p.compute: p for p in self._parameters}
+        unit_of: dict[ReplicatedParameter, int] = {}
+        for index, unit in enumerate(units):
+            for module in unit:
+                for compute in module.parameters():
+                    if compute in by_compute:
+                        unit_of.setdefault(by_compute[compute], index)
+        assigned: dict[ReplicatedParameter, int] = {}
+        seen_unit = False
+        for p in self._parameters:
+            seen_unit = seen_unit or p in unit_of
+            assigned[p] = unit_of.get(p, len(units) if seen_unit else -1)
+        return assigned
+
+    def arrange(self) -> None:
+        """Fills the buckets with the parameters that are trained now, if these have changed."""
+        with without_torch_functions_of_tensors():
+            trained = tuple([p.compute.requires_grad for p in self._parameters])
+        if trained == self._trained:
+            return
+        if self._trained is not None:
+            self._before_change()
+        self._trained = trained
+        members: dict[int, list[ReplicatedParameter]] = {}
+        frozen = []
+        for p, is_trained in zip(self._parameters, trained, strict=True):
+            if p.master is not p.compute:
+                p.master.requires_grad_(is_trained)
+            if is_trained:
+                members.setdefault(self.unit_of[p], []).append(p)
+            else:
+                frozen.append(p)
+        self.frozen = Bucket(frozen)
+        self.of_units = {index: Bucket(members[index]) for index in sorted(members)}
+        self.trained = list(self.of_units.values())
+        self.bucket_of = {p: bucket for bucket in self.trained for p in bucket.parameters}
+        self.backward_order = list(reversed(self.trained))  # backward meets the units last to first
+        self.launched = 0
+
+    def forward_order(self) -> list[Bucket]:
+        """The buckets in the order in which forwards wait for them."""
+        in_units = range(self._units)
+        rest = [bucket for index, bucket in self.of_units.items() if index not in in_units]
+        return [*rest, *(bucket for index, bucket in self.of_units.items() if index in in_units)]

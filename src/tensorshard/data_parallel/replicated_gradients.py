@@ -1,0 +1,435 @@
+"""Gradients of replicated parameters, which are averaged over the data ranks while backward goes on, by buckets."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorshard.comm.collectives import advance, all_reduce_, finish_unasked, reduce_scatter_into
+from tensorshard.comm.world import world
+from tensorshard.data_parallel.buckets import Bucket, Buckets, Groups
+from tensorshard.data_parallel.published_weights import PublishedWeights
+from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.model.watched_parameters import Watch, held_gradient, hold_gradient, unwatch, watch
+from tensorshard.passes.precision import master_dtype
+from tensorshard.plan.storage import TakeGradient
+from tensorshard.torch_private.autograd import call_after_backward, current_backward
+from tensorshard.torch_private.fake_tensors import FakeTensor
+
+# How many reductions may run at once when gradients are offloaded as they arrive; each keeps its gradients alive.
+_IN_FLIGHT = 2
+
+
+class ReplicatedGradients:
+    """Averages the gradients of a model's parameters over the data ranks.
+
+    Args:
+        parameters: all of them.
+        weights: knows which parameters user code has written.
+        reduce_dtype: gradients are summed in this type.
+        level: of ZeRO.
+        at_the_end: whether all reductions come after a backward.
+
+    Attributes:
+        take: called with each master whose gradient was reduced; None to leave it there.
+        finish: called before a gradient that was taken is added to, and at the end of each backward; None for nothing.
+        writers: above 0 if some data rank has written parameters, when the last gradients were reduced; None if that is
+            not known.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[ReplicatedParameter],
+        buckets: Buckets,
+        weights: PublishedWeights,
+        groups: Groups,
+        *,
+        reduce_dtype: torch.dtype,
+        level: int,
+        at_the_end: bool,
+    ) -> None:
+        self.take: TakeGradient | None = None
+        self.finish: Callable[[], None] | None = None
+        self.writers: torch.Tensor | None = None
+        self._parameters = list(parameters)
+        self._buckets = buckets
+        self._weights = weights
+        self._groups = groups
+        self._reduce_dtype = reduce_dtype
+        self._level = level
+        self._in_flight: deque[Reduction] = deque()
+        self._most_in_flight = buckets.most if groups.shard is None else _IN_FLIGHT
+        self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
+        self._in_backward = False
+        self._wrote: bool | None = None  # whether this backward's forward wrote parameters; None if nobody has looked
+        self._is_guided = False  # the Engine says when backwards begin and end
+        self._in_step = False  # in a step of the Engine, which scales losses so that gradients only need to be summed
+        self._complete = True  # the gradients of the last backward have been averaged
+        self._last = True
+        self._final = True  # the step's gradients are complete after its next backward
+        self._late: list[Bucket] = []  # gradients came after these were reduced in the same backward
+        # A backward within a backward (reentrant checkpointing, reversible functions) adds to gradients again. The
+        # first backward shows whether there is one. If so, reductions wait for the end.
+        self._backwards_seen: set[int] | None = set()
+        self._at_the_end = at_the_end and groups.communicate
+        self._shown_gradients: dict[ReplicatedParameter, _ShownGradient] = {}
+        for parameter in self._parameters:
+            self._watch(parameter)
+
+    def watch(self, take: TakeGradient, finish: Callable[[], None]) -> None:
+        """Sets :attr:`take` and :attr:`finish`."""
+        self.take, self.finish = take, finish
+        self._most_in_flight = _IN_FLIGHT
+        for parameter in self._parameters:
+            parameter.take_gradient, parameter.finish_gradients = take, finish
+
+    # -- steps --
+
+    def discard(self) -> None:
+        """Drops all gradients, and what reduces them."""
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+        self._buckets.launched = 0
+        self._accumulated.clear()
+        self._late.clear()
+        for bucket in self._buckets.trained:
+            bucket.ready.clear()
+        for p in self._parameters:
+            if p in self._shown_gradients:
+                unwatch(p.compute, self._shown_gradients.pop(p))
+            p.compute.grad = None
+            p.forget_gradient()
+        self._in_backward = self._is_guided = False
+
+    def abandon(self) -> None:
+        """The same after a failed step. Reductions end without a result."""
+        while self._in_flight:
+            self._in_flight.popleft().abandon()
+        self.discard()
+        self._complete = True
+        self._in_step = False
+
+    def begin_micro_batch(self, last: bool, *, average: bool) -> None:
+        """See :meth:`~tensorshard.sharded.sharded_model.ShardedModel.begin_micro_batch`."""
+        self._final = last
+        self._last = last or (self._level == 2 and self._groups.shard is not None)
+        self._complete = False
+        self._in_step = not average
+        self._is_guided = True
+
+    def finish_micro_batch(self) -> None:
+        """Called when a backward of a step, or a part of one, is over."""
+        self._end_of_backward()
+        self._is_guided = True  # until finish_backward
+
+    def finish_backward(self) -> None:
+        """Called after a step's last backward: reduces what is left."""
+        if not self._complete:
+            self._finish()
+        self._is_guided = self._in_step = False
+
+    # -- in a backward --
+
+    def _watch(self, parameter: ReplicatedParameter) -> None:
+        # Weak references: the garbage collector does not see those of such a hook, and would never free the model.
+        gradients, watched = weakref.ref(self), weakref.ref(parameter)
+
+        def ready(_: torch.Tensor) -> None:
+            this, its = gradients(), watched()
+            assert this is not None and its is not None
+            this._gradient_ready(its)
+
+        compute = parameter.compute
+        if not (compute.is_floating_point() or compute.is_complex()):
+            return
+        trained = compute.requires_grad
+        compute.requires_grad_(True)  # else no hook could be registered, which one needs when it is trained later
+        compute.register_post_accumulate_grad_hook(ready)
+        compute.requires_grad_(trained)
+
+    def _begin_backward(self) -> None:
+        self._in_backward, self._wrote = True, None
+        self._buckets.arrange()
+        if not self._is_guided:
+            call_after_backward(self._end_of_backward)
+
+    def _gradient_ready(self, parameter: ReplicatedParameter) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+        bucket = self._buckets.bucket_of[parameter]
+        if self._backwards_seen is not None:
+            self._backwards_seen.add(current_backward())
+        if not self._last and (self._groups.communicate or self.take is None):
+            self._keep(parameter)
+            return
+        self._complete = False
+        if not self._groups.communicate:
+            self._take_local(parameter)
+            return
+        if bucket in self._buckets.backward_order[: self._buckets.launched]:
+            if bucket not in self._late:
+                self._late.append(bucket)
+            return
+        bucket.ready.add(parameter)
+        deferred = self._at_the_end or self._backwards_seen is not None
+        while not deferred and self._buckets.launched < len(self._buckets.backward_order):
+            bucket = self._buckets.backward_order[self._buckets.launched]
+            if len(bucket.ready) < len(bucket.parameters):
+                break
+            self._reduce(bucket)
+            self._buckets.launched += 1
+
+    def _keep(self, parameter: ReplicatedParameter) -> None:
+        """Between micro-batches: 16-bit gradients are summed in fp32, others where autograd sums them."""
+        gradient = held_gradient(parameter.compute)
+        assert gradient is not None
+        if gradient.dtype == master_dtype(gradient.dtype):
+            return
+        if parameter in self._accumulated:
+            self._accumulated[parameter].add_(gradient)
+        else:
+            self._accumulated[parameter] = gradient.float()
+        hold_gradient(parameter.compute, None)
+
+    def _take_local(self, parameter: ReplicatedParameter) -> None:
+        """Takes a gradient on one rank, where it needs no reduction."""
+        if parameter.master is not parameter.compute:
+            gradient = self._take(parameter)
+            assert gradient is not None
+            parameter.set_gradient(gradient.reshape(-1))
+        elif self.take is not None:
+            self.take(parameter.master)
+
+    def _take(self, parameter: ReplicatedParameter) -> torch.Tensor | None:
+        """Takes the parameter's gradient of all micro-batches since the last reduction."""
+        gradient = held_gradient(parameter.compute) if parameter.given is None else parameter.given
+        parameter.given = None
+        hold_gradient(parameter.compute, None)
+        earlier = self._accumulated.pop(parameter, None)
+        if earlier is None:
+            return gradient
+        return earlier if gradient is None else earlier.add_(gradient)
+
+    def _end_of_backward(self) -> None:
+        self._in_backward = False
+        if self._last and not (self._is_guided and self._final):
+            self._finish()
+        if self.finish is not None:
+            self.finish()
+
+    def _finish(self) -> None:
+        self._buckets.arrange()
+        if self._groups.communicate:
+            for bucket in [*self._buckets.backward_order[self._buckets.launched :], *self._late]:
+                self._reduce(bucket)
+            for reduction in self._in_flight:
+                reduction.advance()
+            while self._in_flight:
+                self._collect(self._in_flight.popleft())
+            self._buckets.launched = 0
+            self._late.clear()
+        else:  # parameters that had a gradient only in an earlier micro-batch
+            for parameter in list(self._accumulated):
+                self._take_local(parameter)
+        if self.finish is not None:
+            self.finish()
+        if self._backwards_seen is not None:
+            self._at_the_end = self._at_the_end or len(self._backwards_seen) > 1
+            self._backwards_seen = None
+        self._in_backward = False
+        self._complete = True
+        if not self._in_step:
+            self._show_gradients()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= self._most_in_flight:
+            self._collect(self._in_flight.popleft())
+        for reduction in self._in_flight:
+            reduction.advance()
+        gradients = {p: self._take(p) for p in bucket.parameters}
+        scale = 1.0 if self._in_step else 1.0 / self._groups.data_ranks
+        bucket.ready.clear()
+        if self._wrote is None:  # the forward may have written some, too
+            self._wrote = self._weights.are_written()
+        wrote = self._wrote or bool(self._weights.written)
+        self._in_flight.append(Reduction(bucket, gradients, self._groups, self._reduce_dtype, scale, wrote))
+
+    def _collect(self, reduction: "Reduction") -> None:
+        reduction.finish()
+        self.writers = reduction.writers
+
+    # -- gradients as user code sees and sets them --
+
+    def _show_gradients(self) -> None:
+        """Makes ``p.grad`` show averaged gradients that the masters hold."""
+        for p in self._parameters:
+            if p.master is not p.compute and p.master.grad is not None and p not in self._shown_gradients:
+                if isinstance(p.storage, FakeTensor):
+                    return
+                self._shown_gradients[p] = _ShownGradient(p)
+                watch(p.compute, self._shown_gradients[p])
+
+    def average_given(self) -> None:
+        """Averages gradients that user code has set, each data rank its own."""
+        for p in self._shown_gradients:
+            p.take_back_gradient()
+        self._buckets.arrange()
+        given = {p for p in self._buckets.bucket_of if p.has_given_gradient(self._groups.communicate)}
+        if not given:
+            return
+        for bucket in self._buckets.backward_order:
+            members = given.intersection(bucket.parameters)
+            if not members:
+                continue
+            if not self._groups.communicate:
+                for p in members:
+                    self._take_local(p)
+                continue
+            # Averaged gradients of the bucket stay out of the sum.
+            averaged = {p: held_gradient(p.compute) for p in bucket.parameters if p not in members}
+            for p in averaged:
+                hold_gradient(p.compute, None)
+            self._reduce(bucket)
+            self._collect(self._in_flight.popleft())
+            for p, gradient in averaged.items():
+                hold_gradient(p.compute, gradient)
+        if self.finish is not None:
+            self.finish()
+        self._show_gradients()
+
+
+class _ShownGradient(Watch):
+    """Shows the averaged gradient of a master, whole, as that of the parameter."""
+
+    def __init__(self, parameter: ReplicatedParameter) -> None:
+        self._parameter = parameter
+
+    def gradient(self, parameter: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor | None:
+        return self._parameter.shown_gradient() if held is None else held
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> bool:
+        return self._parameter.give_gradient(gradient)
+
+
+class Reduction:
+    """The averaging of one bucket's gradients over the data ranks, under way.
+
+    A parameter that had no gradient on any rank must end without one, as on one device. If another rank had one, it
+    must end with that rank's share. So the packed message also counts, for each parameter, the ranks that had a
+    gradient. A rank reads the count only of parameters for which it had none.
+
+    Args:
+        scale: a factor of the sums.
+        wrote: whether user code of this rank has written parameters since the last update.
+
+    Attributes:
+        writers: after :meth:`finish`, above 0 if `wrote` is true on some data rank.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        gradients: dict[ReplicatedParameter, torch.Tensor | None],
+        groups: Groups,
+        dtype: torch.dtype,
+        scale: float,
+        wrote: bool,
+    ) -> None:
+        self._groups = groups
+        self._scale = scale
+        self._bucket = bucket
+        self._missing = {p for p, gradient in gradients.items() if gradient is None}
+        self._alone: list[tuple[ReplicatedParameter, Any, torch.Tensor]] = []
+        for p in bucket.alone:
+            gradient = gradients[p]
+            if gradient is None:
+                gradient = torch.zeros_like(p.compute)
+            message = gradient.to(_travelling(gradient.dtype, dtype)).contiguous()
+            self._alone.append((p, *self._start(message.view(-1))))
+        self._packed = self._start(self._pack(gradients, dtype, wrote))
+        self.writers: torch.Tensor | None = None
+
+    def _pack(
+        self, gradients: dict[ReplicatedParameter, torch.Tensor | None], dtype: torch.dtype, wrote: bool
+    ) -> torch.Tensor:
+        """[ranks of the shard group, parts of the packed parameters, the counts and `wrote`], flattened."""
+        bucket, num_shards = self._bucket, self._groups.num_shards
+        for p in bucket.packed:
+            dtype = _travelling(p.compute.dtype, dtype)
+        chunk = sum(p.chunk for p in bucket.packed)
+        message = torch.zeros(
+            (num_shards, chunk + len(bucket.parameters) + 1), dtype=dtype, device=bucket.parameters[0].storage.device
+        )
+        offset = 0
+        for p in bucket.packed:
+            gradient = gradients[p]
+            if gradient is not None:
+                p.scatter_into(message[:, offset : offset + p.chunk], gradient)
+            offset += p.chunk
+        message[:, chunk:-1].fill_(1.0)
+        if wrote:
+            message[:, -1] = 1.0
+        for i, p in enumerate(bucket.parameters):
+            if gradients[p] is None:
+                message[:, chunk + i] = 0.0
+        return message.view(-1)
+
+    def _start(self, message: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Starts the sum of `message`; returns the transfer and where this rank's shard of the sum will be."""
+        groups = self._groups
+        if groups.shard is None:
+            assert groups.sum is not None
+            return all_reduce_(message, groups.sum, async_op=True, what="gradients"), message
+        shard = message.new_empty(message.numel() // groups.num_shards)
+        work = reduce_scatter_into(shard, message, groups.shard, async_op=True, what="gradients")
+        if groups.sum is not None:
+            assert work is not None
+            work.wait()
+            work = all_reduce_(shard, groups.sum, async_op=True, what="gradients")
+        return work, shard
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Starts the second half of transfers that have two."""
+        for _, work, _ in self._alone:
+            advance(work)
+        advance(self._packed[0])
+
+    def abandon(self) -> None:
+        """Ends it without a result."""
+        for work in (*(work for _, work, _ in self._alone), self._packed[0]):
+            finish_unasked(work)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits, and hands each master its gradient."""
+        self.advance()  # all second halves under way before the first is waited for
+        bucket = self._bucket
+        work, packed = self._packed
+        work.wait()
+        absent = self._missing
+        if absent and not world().is_simulated:  # simulated ranks use the same parameters
+            counts = packed[-1 - len(bucket.parameters) : -1].tolist()
+            absent = {p for p, count in zip(bucket.parameters, counts, strict=True) if count < 0.5}
+        if self._scale != 1.0:
+            packed.mul_(self._scale)
+        self.writers = packed[-1]
+        offset = 0
+        for p in bucket.packed:
+            if p not in absent:
+                p.set_gradient(packed[offset : offset + p.chunk])
+            offset += p.chunk
+        for p, work, shard in self._alone:
+            work.wait()
+            if self._scale != 1.0:
+                shard.mul_(self._scale)
+            if p not in absent:
+                p.set_gradient(shard)
+
+
+def _travelling(dtype: torch.dtype, requested: torch.dtype) -> torch.dtype:
+    """The type in which gradients of `dtype` are summed: the requested one, except for fp64 models."""
+    return dtype if dtype == torch.float64 else requested

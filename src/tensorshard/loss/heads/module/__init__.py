@@ -1,1 +1,0 @@
-"""The head as an nn.Module."""

@@ -1,1 +1,0 @@
-"""A rank's classes, a tile at a time, and the operations on one tile."""

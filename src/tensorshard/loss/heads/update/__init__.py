@@ -1,1 +1,0 @@
-"""Updates of a head's weight inside of its backward pass."""

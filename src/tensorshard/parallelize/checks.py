@@ -1,0 +1,266 @@
+"""Checks the arguments of ``parallelize`` and that a model suits a plan, before anything is allocated."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.layers.parallel_module import ParallelModule
+from tensorshard.model.blocks import select_modules
+from tensorshard.model.parameters import check_own_memory
+from tensorshard.model.trains_itself import own_rules, self_training
+from tensorshard.parallelize.parallel_layers import check_split_by_hand, split_by_hand
+from tensorshard.parallelize.parallelized_models import check_not_parallelized
+from tensorshard.passes.batch_norm_checks import check_batch_norms
+from tensorshard.passes.precision import master_dtype
+from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.tensors import count_gradient_hooks
+
+
+def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: Any) -> None:
+    """Refuses arguments of :func:`tensorshard.parallelize` of the wrong kind.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}; it must be a tensorshard.Plan")
+    _check_is_model(model)
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a callable from parameters to an optimizer, such "
+            f"as functools.partial(torch.optim.AdamW, lr=3e-4), because the parameters it updates do not exist yet"
+        )
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise TypeError(
+            f"loss_fn is the class {loss_fn.__name__} itself; it must be an object of it: pass {loss_fn.__name__}()"
+        )
+    _check_takes_two(loss_fn)
+    _check_has_no_parameters(loss_fn)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise (ValueError if isinstance(seed, int) else TypeError)(
+            f"seed is {seed!r}; it must be an integer of at least 0, the same on every rank"
+        )
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """The device that the user named for this rank.
+
+    Raises:
+        ValueError: the device does not exist, or not on this machine.
+    """
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"there is no device {device!r}; use 'cpu' or 'cuda', or leave device out") from error
+    if named.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} was given; plans run on 'cpu' or 'cuda'")
+    if named.type == "cpu":
+        return named
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(f"device {device!r} was given, but there is no CUDA device here; use 'cpu', or leave it out")
+    if named.index is not None and named.index >= count:
+        raise ValueError(f"device {device!r} was given, but there are {count} CUDA devices here, from 'cuda:0' on")
+    return torch.device("cuda", torch.cuda.current_device()) if named.index is None else named
+
+
+def _check_is_model(model: Any) -> None:
+    if isinstance(model, str):
+        raise TypeError(
+            f"model is a str; it must be an nn.Module or a callable that returns one. For weights in files give "
+            f"tensorshard.from_pretrained({model!r})"
+        )
+    if not callable(model):
+        raise TypeError(f"model is a {type(model).__name__}; it must be an nn.Module or a callable that returns one")
+    if isinstance(model, nn.Module):
+        return
+    missing = _refused_call(model)
+    if missing is not None:
+        raise TypeError(
+            f"{getattr(model, '__name__', type(model).__name__)} was given as the model, and is called as model() "
+            f"({missing}); pass its arguments with functools.partial(...) or a lambda"
+        )
+
+
+def _check_takes_two(loss_fn: Any) -> None:
+    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    refused = _refused_call(called, None, None)
+    if refused is not None:
+        raise TypeError(
+            f"loss_fn takes {inspect.signature(called)}, and is called as loss_fn(output, targets) ({refused}); if "
+            f"the model computes its own loss, pass lambda output, targets: output"
+        )
+
+
+def _check_has_no_parameters(loss_fn: Any) -> None:
+    names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
+    if names:
+        raise ValueError(
+            f"loss_fn is a {type(loss_fn).__name__} with parameters ({', '.join(names[:3])}), which the Engine would "
+            f"not train, split or save: make it the model's last layer, called with the targets in the model's "
+            f"forward, pass (inputs, targets) as inputs, and loss_fn=lambda output, targets: output"
+        )
+
+
+def _refused_call(function: Callable[..., Any], *args: Any) -> str | None:
+    """Why ``function(*args)`` does not fit its signature; None if it does, or if the signature is not known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of functions in C
+        return None
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: Sequence[int] = ()) -> None:
+    """Refuses what would fail, or be ignored, once training has begun.
+
+    Args:
+        model: built, or on the meta device.
+        plan: a resolved plan.
+        split: what to do with parallel layers that were built by hand. "refused": refuse them. "tp": accept those that
+            are split over the plan's tensor-parallel ranks. "outside": accept those that are split over ranks outside
+            of the plan.
+        ranks: the plan's own ranks, for "outside".
+
+    Raises:
+        ValueError: there is a module that is laid out already, a parameter that cannot be trained or laid out, that has
+            hooks, or whose memory another one uses too, a layer that is split already, a module with sparse gradients,
+            a batch normalization that cannot be synchronized, nothing to train, a head that does a plan's work, or a
+            name in ``plan.shard_units`` that no module has.
+    """
+    check_not_parallelized(model)
+    _check_not_wrapped(model)
+    for name, module in self_training(model).items():
+        module.check_under_plan(name)
+    if split == "tp" and plan.tp > 1:
+        check_split_by_hand(model, plan)
+    else:
+        _check_unsplit(model, plan, ranks if split == "outside" else ())
+    for name, parameter in model.named_parameters():
+        _check_parameter(name, parameter)
+        _check_parameter_hooks(name, parameter)
+    check_own_memory(model)
+    # Parameters that a module updates by its own rule do not require a gradient yet.
+    by_rule = {model.get_parameter(name) for rule in own_rules(model) for name in rule.parameters}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or p in by_rule}
+    if not trained:
+        raise ValueError(
+            "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_() on "
+            "those that should be"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"module {name!r} is an {type(module).__name__} with sparse=True, but only dense gradients can be "
+                f"averaged over ranks; build it with sparse=False"
+            )
+    if plan.shards_parameters:
+        _check_fully_shardable(model, trained)
+    data_ranks = plan.dp_replicate * plan.dp_shard
+    check_batch_norms(model, ranks=data_ranks * plan.tp * plan.pp * plan.cp, data_ranks=data_ranks)
+    if isinstance(plan.shard_units, list):
+        select_modules(model, plan.shard_units)
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        what = f"module {name!r}" if name else "the model"
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"{what} is a {type(module).__name__}, which averages gradients by itself, as a plan does: give the "
+                f"module inside of it, model.module"
+            )
+        if type(module).__name__ == "OptimizedModule":  # by its name, since importing the class takes seconds
+            raise ValueError(
+                f"{what} is an OptimizedModule of torch.compile, which was compiled for full parameters: give the "
+                f"model that was compiled, and Plan(compile=True)"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{what} is a {type(module).__name__} of TorchScript, whose forwards cannot be laid out: give the "
+                f"plain nn.Module that it was made of"
+            )
+
+
+def _check_unsplit(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelModule) and module.dim is not None and not _is_full(module.group, ranks):
+            raise ValueError(
+                f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
+                f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
+                f"model with plain layers; or build it before parallelize, with tp={module.mesh.size()}; or train it "
+                f"without a Plan. group_sharded_parallel takes it with "
+                f"group=tensorshard.distributed.get_data_parallel_group()"
+            )
+    for name, mark in split_by_hand(model).items():
+        if mark.group is None or not _is_full(mark.group, ranks):
+            raise ValueError(
+                f"{name!r} is marked as split, which this plan does not know of: give the model with whole parameters, "
+                f"or train it without a Plan"
+            )
+
+
+def _is_full(group: dist.ProcessGroup, ranks: Sequence[int]) -> bool:
+    """Whether all of `ranks` hold the same part of what is split over `group`: only this rank of them is in it."""
+    members = set(dist.get_process_group_ranks(group))
+    return len(members) == 1 or (bool(ranks) and members.intersection(ranks) == {dist.get_rank()})
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor, so the model was laid out already; give the original model, or the "
+            f"callable that builds it"
+        )
+    if not parameter.is_floating_point():
+        kind = "complex numbers" if parameter.is_complex() else "no gradient"
+        remedy = (
+            "keep the real and the imaginary part (torch.view_as_real) as the parameter"
+            if parameter.is_complex()
+            else "register it as a buffer, which is saved all the same"
+        )
+        raise ValueError(
+            f"parameter {name!r} is of type {_short(parameter.dtype)}, which has {kind}; parameters must be real "
+            f"floating-point tensors: {remedy}"
+        )
+
+
+def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
+    if count_gradient_hooks(parameter):
+        raise ValueError(
+            f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), but a plan lays "
+            f"parameters out anew, and the hook would never be called; hook the module that reads it "
+            f"(register_full_backward_hook), or change gradients before each update by "
+            f"engine.register_gradient_hook(hook)"
+        )
+
+
+def _check_fully_shardable(model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is empty, and zero=3 cannot shard it; use "
+                f"zero=2, or leave the parameter out (None)"
+            )
+    by_dtype = {master_dtype(p.dtype): name for name, p in trained.items()}
+    if len(by_dtype) > 1:
+        examples = " and ".join(f"{name!r} ({_short(dtype)})" for dtype, name in by_dtype.items())
+        raise ValueError(
+            f"zero=3 gathers parameters of one type together, but the model trains parameters of several, such as "
+            f"{examples}; convert them to one type, or use zero=2"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,79 @@
+"""What passes are applied to, and what they all depend on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tensorshard.comm.marks import ParallelMark
+from tensorshard.loss.logits.output_layers import OutputLogits
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import DeviceStorage, Storage
+from tensorshard.sharded.sharded_model import ShardedModel
+from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+
+if TYPE_CHECKING:  # plans without tensor parallelism do without the import
+    from tensorshard.tensor_parallel.table.table import VerifiedTable
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What the passes of all of a rank's parts depend on.
+
+    Args:
+        device: where the rank computes.
+        table: the table of tensor parallelism; None if no table splits the model.
+        by_hand: how the parallel layers that the user built are split, by the names of their tensors. Then there is no
+            table.
+        storage: where values are kept.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    table: "VerifiedTable | None" = None
+    by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
+    storage: Storage = field(default_factory=DeviceStorage)
+
+
+@dataclass
+class Part:
+    """What one rank computes of a model: all of it, or a stage of a pipeline, which is a model with parts elsewhere.
+
+    Args:
+        module: on the meta device. The passes change it.
+        value_of: the full value of a parameter or buffer, by its name, on this rank's device. It is called for one name
+            after the other, in the model's order if other ranks depend on the order.
+        blocks: they are recomputed and compiled one by one; the module itself if it has none.
+        units: lists of modules whose parameters are gathered and reduced together.
+        computed: names and modules of what this rank computes.
+        full_model: the model that this is a stage of, which no pass changes; else `module`.
+        elsewhere: names of the modules that only other stages compute, and of the modules inside of them.
+        calls: for a stage: names of the units that the model calls, in order.
+        returns_output: whether it returns the model's output, and not the input of another stage.
+
+    Attributes:
+        split: how its parameters are split over the tensor-parallel ranks.
+        logits: which of its layers may return logits that are not computed.
+        sharded: what the passes have made of it, from the pass :func:`data_parallel` on.
+    """
+
+    module: nn.Module
+    value_of: Callable[[str], torch.Tensor]
+    blocks: list[nn.Module]
+    units: list[list[nn.Module]]
+    computed: Mapping[str, nn.Module]
+    full_model: nn.Module
+    elsewhere: frozenset[str] = frozenset()
+    calls: tuple[str, ...] = ()
+    returns_output: bool = True
+    split: TensorSplit = field(default_factory=TensorSplit, init=False)
+    logits: OutputLogits = field(default_factory=OutputLogits, init=False)
+    sharded: ShardedModel | None = field(default=None, init=False)
+
+    def local_value(self, name: str) -> torch.Tensor:
+        """This tensor-parallel rank's shard of a parameter or buffer."""
+        return self.split.local(name, self.value_of(name))

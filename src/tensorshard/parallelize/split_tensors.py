@@ -1,0 +1,145 @@
+"""Tensor parallelism of a model or of a pipeline's stage: the table is chosen, and applied."""
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.decisions import decide_once
+from tensorshard.model.parameters import ParameterPlaces, like
+from tensorshard.parallelize.part import Part, PassContext
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
+from tensorshard.tensor_parallel.apply.randomness import split_randomness
+from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
+from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs, TensorSplit, shard_buffers
+from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.table import VerifiedTable
+from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
+from tensorshard.tensor_parallel.verify.model_run import find_units
+from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
+from tensorshard.torch_private.process_groups import alone_in_the_world
+from tensorshard.weights.initial import TensorSource
+
+
+def choose_table(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable:
+    """The table for the source's model under `plan`, searched for or checked by running it.
+
+    The first rank does that, and broadcasts the table. A collective of the mesh.
+
+    Args:
+        inputs: samples to run the model on; None to guess them.
+
+    Raises:
+        ValueError: the plan's table is wrong for this model, or the search does not succeed.
+    """
+
+    def choose() -> VerifiedTable:
+        with source.real_buffers(), alone_in_the_world():
+            table = choose_tensor_table(
+                source.module,
+                mesh.degrees["tp"],
+                plan.tp_plan,
+                inputs=inputs,
+                check=plan.tp_check,
+                sequence_parallel=plan.sequence_parallel,
+            )
+        # The search leaves reference cycles, whose memory would otherwise be in use for many steps.
+        gc.collect()
+        return table
+
+    with unset_fake_temporarily():  # the check computes numbers, on small tensors of its own
+        return decide_once(choose, mesh.world_group)
+
+
+def split_tensors(part: Part, table: VerifiedTable, context: PassContext) -> TensorSplit:
+    """Makes `part` compute this rank's part of what `table` splits."""
+    plan, group = context.plan, context.mesh.group("tp")
+    # Layers that share an input reduce its gradient together. For that the first layer reads the others' weights. Under
+    # ZeRO 3 these may not be gathered then, if the user names the units.
+    units_gathered_separately = plan.zero == 3 and isinstance(plan.shard_units, list)
+    shared_inputs = []
+    if not units_gathered_separately:
+        computed = ([name for name in names if name not in part.elsewhere] for names in table.shared_inputs)
+        shared_inputs = [names for names in computed if len(names) > 1]
+    outputs = SplitOutputs()
+    layouts = apply_tensor_parallel(
+        part.module,
+        table.plan,
+        group,
+        shared_inputs=shared_inputs,
+        outputs=outputs if part.returns_output else None,  # what goes to another stage is full
+        whole=part.full_model,
+        elsewhere=part.elsewhere,
+    )
+    styles = {name: style for name, style in table.plan.resolve(part.full_model).items() if name not in part.elsewhere}
+    sequence = _sequence_splits(part, table.sequence)
+    # If the model was examined as one unit, but only some blocks inside get parts of a sequence, these blocks draw
+    # random numbers separately.
+    units = find_units(part.full_model)
+    drawing = units if "" not in units or "" in table.sequence else table.sequence or [""]
+    random = [name for name in drawing if name not in part.elsewhere | table.not_random]
+    split_randomness(part.module, random, styles, sequence, group)
+    apply_sequence_parallel(
+        part.module, sequence, group, shared_inputs=shared_inputs, whole_units=not units_gathered_separately
+    )
+    return TensorSplit(layouts, group, table, outputs)
+
+
+def _sequence_splits(part: Part, sequence: Mapping[str, SequenceSplit]) -> dict[str, SequenceSplit]:
+    """How the part's blocks compute on parts of a sequence. Sequences that cross a cut are full.
+
+    Raises:
+        ValueError: a pipeline cuts what computes on parts of a sequence as one.
+    """
+    if not part.calls:
+        return dict(sequence)
+    if "" in sequence:
+        raise ValueError(
+            "sequence_parallel=True splits this model's sequences over the whole of it, since it has no repeated "
+            "blocks, and a pipeline cuts it; set sequence_parallel=False, or pp=1"
+        )
+    units = dict.fromkeys(part.calls)
+    for name in sequence:
+        inside = min((unit for unit in units if unit.startswith(f"{name}.")), default=None)
+        if inside is not None:
+            raise ValueError(
+                f"pp_units names {inside!r}, which is inside of {name!r}, and with sequence_parallel=True that "
+                f"computes on parts of a sequence as a whole; name {name!r} itself, or set sequence_parallel=False"
+            )
+    runs: list[list[str]] = []  # consecutive blocks between which the sequence stays split
+    for unit in units:
+        for name in (name for name in sequence if name == unit or name.startswith(f"{unit}.")):
+            if sequence[name].scatters or not runs:
+                runs.append([])
+            runs[-1].append(name)
+    splits = {}
+    for run in runs:
+        mine = [name for name in run if name not in part.elsewhere]
+        for name in mine:
+            split = sequence[name]
+            splits[name] = split.linked(
+                scatters=split.scatters or name == mine[0], gathers=split.gathers or name == mine[-1]
+            )
+    return splits
+
+
+def fake_tensor_split(fake_copy: nn.Module, table: VerifiedTable, group: dist.ProcessGroup) -> None:
+    """Gives `fake_copy`, a copy on fake tensors, the shapes that this rank of `group` will see between modules.
+
+    Sequence parallelism is left out, since sequences are gathered at the end of a stage.
+    """
+    silent = fake_process_group(group.rank(), group.size())
+    layouts = apply_tensor_parallel(fake_copy, table.plan, silent, shared_inputs=table.shared_inputs)
+    places = ParameterPlaces(fake_copy)
+    for name, parameter in list(fake_copy.named_parameters()):
+        shape = layouts[name].local_shape(parameter.shape, group.rank(), group.size())
+        if shape != parameter.shape:
+            local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            places.replace(parameter, like(parameter, local))
+    shard_buffers(fake_copy, layouts, group.rank(), group.size())

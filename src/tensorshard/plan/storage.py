@@ -1,0 +1,258 @@
+"""Where a rank keeps its states: the port, and its default, which is the device's memory. ``offload/`` has another one.
+
+Code that lays out, trains, saves or predicts asks a :class:`Storage`, and need not know whether a plan offloads.
+"""
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.sharding import scale_gradients
+
+
+class TakeGradient(Protocol):
+    """Called with a master whose gradient has been reduced."""
+
+    def __call__(self, master: nn.Parameter, shard: torch.Tensor | None = None) -> None:
+        """`shard`: this rank's part of the gradient, if it is in other memory, so that the master cannot hold it."""
+
+
+class UpdateProgress(Protocol):
+    """How far an update is that goes on after its step has returned."""
+
+    def wait(self, masters: Sequence[nn.Parameter]) -> None:
+        """Returns when `masters` are updated, or the update has failed."""
+
+    def is_done(self, masters: Iterable[nn.Parameter]) -> bool:
+        """Whether all of `masters` are updated."""
+
+
+class Place:
+    """Where this rank's shard of a master weight is: in the device's memory, unless a subclass says otherwise."""
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the master can hold the gradient that a reduction gives. Else it goes to :class:`TakeGradient`."""
+        return True
+
+
+class StoredModel(Protocol):
+    """What a storage asks of the model whose states it keeps."""
+
+    def master_places(self) -> Mapping[str, Place]: ...
+
+    def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None: ...
+
+    def watch_updates(self, update: UpdateProgress) -> None: ...
+
+
+class Update:
+    """The update of one optimizer, whose states are where its storage keeps them."""
+
+    @property
+    def copied(self) -> Container[torch.Tensor]:
+        """The masters for which the update itself writes the copies that forwards compute with."""
+        return ()
+
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether gradients leave the device when they are reduced. A parameter's next one then takes the memory of
+        the last one."""
+        return False
+
+    @property
+    def reserves_states(self) -> bool:
+        """Whether there is room only for the states of parameters that were trained from the start."""
+        return False
+
+    def step(self, masters: Iterable[nn.Parameter], scale: torch.Tensor | float | None) -> None:
+        """One update by the Engine. It may go on in the background, if the plan says so.
+
+        Args:
+            masters: the trained master weights.
+            scale: gradients are multiplied by it; None for 1.
+        """
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last step returned before its update was over, and the ranks do not know yet how that ended."""
+        return False
+
+    def wait(self) -> None:
+        """Waits until the last update is over, on this rank.
+
+        Raises:
+            Exception: it failed; other ranks learn of it in :meth:`finish`.
+        """
+
+    def finish(self) -> None:
+        """Waits until the last update is over on all ranks. A collective if :attr:`is_pending`.
+
+        Raises:
+            Exception: it failed on some rank.
+        """
+
+    def gradient_norm(self, master: nn.Parameter) -> torch.Tensor | None:
+        """L2 norm of this rank's part of the gradient, if it was measured when the gradient was moved."""
+        return None
+
+
+class DeviceUpdate(Update):
+    """The update that an optimizer makes by itself, in the device's memory."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, masters: Iterable[nn.Parameter], scale: torch.Tensor | float | None) -> None:
+        if scale is not None:
+            scale_gradients(masters, scale)
+        self._optimizer.step()
+
+
+class ParameterUnits:
+    """Keeps the shards of one model whose parameters are gathered a unit at a time."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether they are in the host's memory, and the device computes in its own."""
+        return False
+
+    def keep(self, group: Any) -> Mapping[nn.Parameter, Place]:
+        """Takes the shards of one of FSDP2's groups of parameters. Returns where they are, unless they stay."""
+        return {}
+
+    def check_room(self, group: dist.ProcessGroup) -> None:
+        """Called after the last :meth:`keep`. A collective of `group`, if shards are kept elsewhere.
+
+        Raises:
+            ValueError, OSError: a rank has no room for its shards.
+        """
+
+    def watch_forwards(self, model: nn.Module) -> None:
+        """Makes forwards of `model` see what was written to the shards."""
+
+    def watch_updates(self, update: UpdateProgress) -> None:
+        """Shards are read ahead only when `update` has changed them."""
+
+    def forget(self) -> None:
+        """Called after the shards were changed: drops what was read ahead."""
+
+
+class DeviceUnits(ParameterUnits):
+    """The shards stay in the device's memory."""
+
+
+class TemporaryCopy:
+    """Memory for a second copy of tensors, such as those that are being read from a checkpoint."""
+
+    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Zeros of the shape and layout of `tensor`.
+
+        Raises:
+            ValueError: there is no space for them.
+        """
+        return torch.zeros_like(tensor, dtype=dtype or tensor.dtype)
+
+
+class Storage:
+    """Where one rank keeps master weights, states, gradients, parameters and activations."""
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether masters are in the host's memory, which updates them, and the device computes in its own."""
+        return False
+
+    # -- layout --
+
+    def move_activations(self, blocks: Iterable[nn.Module]) -> None:
+        """Moves what each of `blocks` keeps for backward, if the plan says so."""
+
+    def keep_master(self, values: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, Place]:
+        """Copies this rank's shard of a master weight to its place; returns the tensor that shows it there.
+
+        Args:
+            copy: the shard of the weights that forwards compute with, flat.
+
+        Raises:
+            ValueError: there is no space for it.
+        """
+        return values.clone(), Place()
+
+    def parameter_units(self, gathered_as: torch.dtype | None) -> ParameterUnits:
+        """Keeps the parameters of one more model, or stage, that is gathered a unit at a time.
+
+        Args:
+            gathered_as: the type in which they are gathered; None for their own.
+        """
+        return DeviceUnits()
+
+    # -- training --
+
+    def keep_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: StoredModel,
+        masters: Mapping[str, nn.Parameter],
+        build: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> Update:
+        """Takes the states of `optimizer`, and the gradients if the plan says so. A collective.
+
+        Args:
+            masters: the trained master weights, by name, in the order in which forward needs them.
+            build: makes an optimizer like this one of other parameters.
+
+        Raises:
+            ValueError: the optimizer does not update each parameter by itself; there is no space for its states.
+        """
+        return DeviceUpdate(optimizer)
+
+    def check_transfers(self, *, of_update: bool = False) -> None:
+        """Called by all ranks after forwards and backwards: raises on all ranks what failed on one.
+
+        A collective, unless nothing can have failed.
+
+        Args:
+            of_update: whether an update in the background is waited for.
+
+        Raises:
+            OSError, ValueError: the disk failed, or is full. The gradients are not valid. Weights are as before the
+                step, unless the update failed.
+        """
+
+    def temporary_copy(self) -> TemporaryCopy:
+        """Memory for a second copy of tensors, where there is room for them."""
+        return TemporaryCopy()
+
+    # -- what is kept elsewhere, for people and for predictions --
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that are not in the device's memory."""
+        return ()
+
+    @property
+    def held_by_kind(self) -> Mapping[tuple[str, str], int]:
+        """Bytes of each kind in "host memory" or on "disk" of this rank; of activations, the most at a time."""
+        return {}
+
+    def held(self, where: str) -> int:
+        """Bytes that this rank keeps in "host memory", including buffers, or on "disk"."""
+        return 0
+
+    def moved(self, where: str) -> int:
+        """Bytes that steps have read from and written to "host memory" or "disk"."""
+        return 0
+
+    def forget_moved(self) -> None:
+        """Makes :meth:`moved` count from zero again."""
+
+    def describe(self) -> str | None:
+        """A table of what is kept where on this rank; None if all is in the device's memory."""
+        return None
+
+
+class DeviceStorage(Storage):
+    """All is in the device's memory: what the methods of :class:`Storage` do by themselves."""
