@@ -7,26 +7,24 @@ from typing import Any
 
 import torch
 
-from tensorshard.comm.decisions import meet
-from tensorshard.common.paths import as_path
 from tensorshard.engine.fused_updates import hook_outside_update_mode
 from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import FinalGradients, LossScaler, NonFiniteLossError
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
 from tensorshard.engine.guards.collective_errors import explained
-from tensorshard.engine.guards.foreign_optimizers import mark_trained, warn_of_schedulers
+from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
 from tensorshard.engine.guards.state_dicts import GuardedStateDicts, guard_optimizer_state
-from tensorshard.engine.loader import EngineLoader
+from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.manual_loop import ManualLoop
-from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.engine.optimizer import OptimizerFactory, StepCounter, build_optimizer
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
+from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
-from tensorshard.engine.summary import Summary, summarize
 from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.buffers import BufferValues, Registration
@@ -39,7 +37,6 @@ from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.compilation import explained_compilation
-from tensorshard.weights.files.export import MAX_SHARD_SIZE
 
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
 
@@ -49,7 +46,7 @@ _SMALL_BYTES = 1 << 20
 LossFunction = Callable[[Any, Any], Any]
 
 
-class Engine(LoopMethods):
+class Engine(LoopMethods, StateMethods):
     """A model, its optimizer and one call, :meth:`step`, under any plan. Made by :func:`tensorshard.parallelize`.
 
     Attributes:
@@ -58,7 +55,6 @@ class Engine(LoopMethods):
             (``docs/your-own-loop.md``). With a pipeline it holds this rank's stages, and cannot be called.
         optimizer: updates the master weights. Build learning-rate schedulers on it. Its ``step()`` checks and clips
             the gradients as the plan says.
-        step_count: optimizer steps so far, including those that fp16 has skipped.
         measure_grad_norm: whether the next steps set :attr:`grad_norm` even if the plan does not clip.
         scaler: the loss scaler of fp16, or None.
         random: the random streams for dropout and the like, within the Engine's calls and the model's forward. torch's
@@ -100,7 +96,7 @@ class Engine(LoopMethods):
         self.loss_fn = loss_fn
         self.storage = storage
         self._heap = heap
-        self.step_count = 0
+        self._steps = StepCounter(heap, warns=mesh.rank == 0)
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         objective = Objective(loss_fn, plan.precision, device, sharded.calling_user)
@@ -108,11 +104,9 @@ class Engine(LoopMethods):
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
         self._seed = seed
-        self.loaders: dict[str, EngineLoader] = {}
-        self.loader_states: dict[str, dict[str, int]] = {}  # of a loaded checkpoint, for loaders that are not made yet
+        self.loaders = EngineLoaders()
         self._cache = cache
         self._check_samples = debug  # before the first step
-        self._looked_for_schedulers = False
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
             surround_root(sharded.model, RootRole.RANDOM_STREAMS, random.installed)
@@ -131,7 +125,7 @@ class Engine(LoopMethods):
         self._update = storage.keep_states(self._optimizer, sharded, trained, again)
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
         batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
-        self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
+        self._step_runner.watch_loaders(self.loaders.by_name, batch_buffers.note_stand_ins)
         self._surround_update(
             lambda: storage.check_transfers(of_update=True),
             sharded.finish_backward,
@@ -151,7 +145,7 @@ class Engine(LoopMethods):
             self._trained,
             self._changes,
             steps_taken=lambda: self.step_count,
-            count_step=self._count_step,
+            count_step=self._steps.count,
         )
         self._manual_loop.surround(sharded.model, self._optimizer)
         GuardedStateDicts(sharded, plan)
@@ -248,17 +242,13 @@ class Engine(LoopMethods):
         ):
             self._update.step(self._gradients.trained.values(), self._gradients.pending_scale)
         self._optimizer.zero_grad(set_to_none=True)
-        self._count_step()
+        self._steps.count()
         return mean
 
-    def _count_step(self) -> None:
-        self.step_count += 1
-        if self._heap is not None:
-            self._heap.after_call()
-        if not self._looked_for_schedulers:
-            self._looked_for_schedulers = True
-            if self.mesh.rank == 0:
-                warn_of_schedulers()
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps so far, including those that fp16 has skipped."""
+        return self._steps.taken
 
     @property
     def keeps_freed_memory(self) -> bool:
@@ -373,71 +363,6 @@ class Engine(LoopMethods):
             for module in training:
                 module.training = True
 
-    # -- state --
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The original model's state dict: full tensors on the CPU, fp32 or wider, on rank 0; {} elsewhere.
-
-        Every rank calls it.
-        """
-        with explained("engine.full_state_dict"):
-            meet("engine.full_state_dict", self.mesh.world_group, self.device)
-            self._finish_update()
-            return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
-
-    def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
-
-        It is written under a temporary name and renamed, so `path` is whole or absent. Every rank calls this.
-
-        Raises:
-            FileExistsError: `path` is there already; nothing is overwritten.
-        """
-        from tensorshard.checkpoint import save
-
-        with explained("engine.save"):
-            self._finish_update()
-            save(self, as_path(path), {} if extra is None else extra)
-
-    def load(self, path: Any) -> dict[str, Any]:
-        """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. Every rank calls it.
-
-        Raises:
-            FileNotFoundError: `path` is not a checkpoint.
-            ValueError: its tensors are not those of this model or optimizer; names the first that differ.
-        """
-        from tensorshard.checkpoint import load
-
-        with explained("engine.load"):
-            self._finish_update()
-            return load(self, as_path(path))
-
-    def save_pretrained(
-        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
-    ) -> None:
-        """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
-
-        It writes full tensors in safetensors: several files and an index if there are more than `max_shard_size` bytes.
-        For a model of transformers it also writes ``config.json``, so that the ``from_pretrained`` of transformers
-        opens the directory. One tensor at a time goes through rank 0, which needs room for it (for all experts of a
-        layer, if the files store them one by one). Optimizer and step count are only in the checkpoints of
-        :meth:`save`. Every rank calls this.
-
-        Args:
-            dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the master
-                weights, fp32.
-            max_shard_size: bytes in a file, or text such as "5GB".
-
-        Raises:
-            FileExistsError: `path` is there already, and is not an empty directory; nothing is overwritten.
-            ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
-        """
-        from tensorshard.engine.pretrained_files import save_pretrained
-
-        with explained("engine.save_pretrained"):
-            self._finish_update()
-            save_pretrained(self.sharded, self.mesh, as_path(path), dtype=dtype, max_shard_size=max_shard_size)
-
     def draw_schedule(self, path: Any = None, *, micro_batches: int | None = None) -> str:
         """What each rank of the pipeline computes at which time of a step, and the share of its bubble, as text.
 
@@ -464,10 +389,6 @@ class Engine(LoopMethods):
         if path is not None and self.mesh.rank == 0:
             drawn.save(path)
         return drawn.text()
-
-    def summary(self) -> Summary:
-        """The types of parameters, gradients and states, and the sizes on this rank."""
-        return summarize(self.plan, self.sharded, self._optimizer, self.storage.describe())
 
 
 def _step_runner_for(

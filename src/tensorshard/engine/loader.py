@@ -142,6 +142,31 @@ class EngineLoader:
         )
 
 
+class EngineLoaders:
+    """The loaders of an Engine by name, and the places that a checkpoint gave for those that are not made yet."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, EngineLoader] = {}
+        self._waiting: dict[str, dict[str, int]] = {}
+
+    def add(self, name: str, loader: EngineLoader) -> None:
+        """Adds a loader, which goes on where the checkpoint that was loaded before says."""
+        self.by_name[name] = loader
+        if name in self._waiting:
+            loader.load_state_dict(self._waiting.pop(name))
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """Where each loader stands."""
+        return {name: loader.state_dict() for name, loader in self.by_name.items()}
+
+    def load_state_dict(self, states: dict[str, dict[str, int]]) -> None:
+        """Puts each loader where it was at :meth:`state_dict`, those that are made later, too."""
+        self._waiting = dict(states)
+        for name, loader in self.by_name.items():
+            if name in self._waiting:
+                loader.load_state_dict(self._waiting.pop(name))
+
+
 class _AtLeastOne(Sampler[list[int]]):
     """The batches of `sampler`. In place of an empty one there is any one sample, from which tensors of the right form
     can be made."""

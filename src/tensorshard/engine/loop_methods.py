@@ -1,7 +1,7 @@
 """The Engine's methods for a loop of your own."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,10 +10,9 @@ from torch.utils.data import Dataset
 
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
 from tensorshard.engine.last_batch import check_equal_shares, check_last_batch
-from tensorshard.engine.loader import EngineLoader
+from tensorshard.engine.loader import EngineLoader, EngineLoaders
 from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
-from tensorshard.engine.swapped_weights import using_weights
 from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -44,8 +43,7 @@ class LoopMethods(WaitingForUpdates):
     mesh: Mesh
     sharded: ShardedModel
     device: torch.device
-    loaders: dict[str, EngineLoader]
-    loader_states: dict[str, dict[str, int]]
+    loaders: EngineLoaders
     _gradients: FinalGradients
     _manual_loop: ManualLoop
     _penalties: Penalties
@@ -70,7 +68,7 @@ class LoopMethods(WaitingForUpdates):
 
         After any error, the gradients of this step are dropped.
         """
-        check_equal_shares(loss, self.loaders.values(), self.mesh)
+        check_equal_shares(loss, self.loaders.by_name.values(), self.mesh)
         if self._penalties:
             raise RuntimeError(
                 "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
@@ -142,20 +140,6 @@ class LoopMethods(WaitingForUpdates):
         """
         return self._penalties.register(function)
 
-    def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.
-
-        Every rank calls it.
-
-        Args:
-            weights: by names of ``engine.model.named_parameters()``, each laid out like its parameter, as
-                ``parameter.detach().clone()`` is.
-
-        Raises:
-            ValueError: no parameter has a name, or a shape differs; nothing was changed then.
-        """
-        return using_weights(self.sharded, dict(self.model.named_parameters()), weights)
-
     def loader(
         self,
         dataset: Dataset[Any],
@@ -188,8 +172,8 @@ class LoopMethods(WaitingForUpdates):
                 normalization could not cut the last batch into ``plan.micro_batches``.
             TypeError: `dataset` has no length; an option would change the order of the data.
         """
-        name = name or f"loader{len(self.loaders)}"
-        if name in self.loaders:
+        name = name or f"loader{len(self.loaders.by_name)}"
+        if name in self.loaders.by_name:
             raise ValueError(
                 f"there is a loader called {name!r} already, whose place checkpoints hold; give another name"
             )
@@ -206,9 +190,7 @@ class LoopMethods(WaitingForUpdates):
         )
         if not drop_last:
             check_last_batch(len(dataset) % batch_size, self.plan, self.sharded.structure)  # type: ignore[arg-type]
-        self.loaders[name] = made
-        if name in self.loader_states:  # from a checkpoint that was loaded before this loader was made
-            made.load_state_dict(self.loader_states.pop(name))
+        self.loaders.add(name, made)
         return made
 
     if not TYPE_CHECKING:  # else mypy would accept any name as an attribute

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.engine.guards.foreign_optimizers import warn_of_schedulers
+from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.trains_itself import OwnRule
 from tensorshard.passes.precision import master_dtype
 
@@ -55,6 +57,35 @@ def check_trains(factory: OptimizerFactory, model: nn.Module, rules: Sequence[Ow
         if p.requires_grad or name in by_rule
     }
     build_optimizer(factory, trained, rules)
+
+
+class StepCounter:
+    """Counts the optimizer steps of an Engine, and does what follows each of them.
+
+    Args:
+        heap: looks at this process's memory; None where it is not looked at.
+        warns: whether this rank warns of schedulers.
+    """
+
+    def __init__(self, heap: HostHeap | None, *, warns: bool) -> None:
+        self.taken = 0
+        self._heap = heap
+        self._warns = warns
+
+    def count(self) -> None:
+        """Called after each step, skipped ones of fp16 included."""
+        self.taken += 1
+        if self._heap is not None:
+            self._heap.after_call()
+        if self._warns:
+            self._warns = False
+            warn_of_schedulers()
+
+    def state_dict(self) -> int:
+        return self.taken
+
+    def load_state_dict(self, taken: int) -> None:
+        self.taken = taken
 
 
 def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,0 +1,356 @@
+"""The parts of a training state: the tensors and entries of ``engine.json`` that a checkpoint holds of each.
+
+Names of tensors and entries are the same under any plan, so that any other plan can read them.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from tensorshard.checkpoint.pieces import TensorPieces
+from tensorshard.comm.sharding import to_local
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.storage import TemporaryCopy
+from tensorshard.sharded.sharded_model import ShardedModel
+from tensorshard.weights.files.export import write_configs
+
+logger = logging.getLogger("tensorshard")
+
+# Which kernel computes an update is a choice for this machine, not one of the checkpoint.
+_KERNELS = ("fused", "foreach", "capturable")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint says about itself.
+
+    Args:
+        source: its folder.
+        document: its ``engine.json``.
+        metadata: of its tensors.
+    """
+
+    source: Path
+    document: dict[str, Any]
+    metadata: Metadata
+
+
+class Stateful(Protocol):
+    """What keeps a state that JSON can hold."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Part:
+    """One part of a training state. What a part does not have, it leaves as it is here."""
+
+    def entries(self) -> dict[str, Any]:
+        """Its entries of ``engine.json``, as this rank knows them."""
+        return {}
+
+    def gather(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """`entries`, with what other ranks hold. A collective."""
+        return entries
+
+    def tensors(self) -> dict[str, Any]:
+        """What this rank holds of its tensors, by names in the checkpoint."""
+        return {}
+
+    def write_files(self, folder: Path) -> None:
+        """Writes further files to the checkpoint's `folder`. Called on rank 0."""
+
+    def check(self, stored: Stored) -> None:
+        """Raises an error if the checkpoint is of something else. Nothing has been changed then."""
+
+    def begin_load(self) -> None:
+        """Called on all ranks before :meth:`room`."""
+
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
+        """Tensors that this rank's part of the checkpoint is read into, by their names in it."""
+        return {}
+
+    def restore(self, stored: Stored) -> None:
+        """Takes over what was read."""
+
+
+class WeightsPart(Part):
+    """The master weights and buffers of a model: ``model.NAME`` and ``buffers.NAME``."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def entries(self) -> dict[str, Any]:
+        return {"aliases": {name: first for name, first in self._sharded.aliases().items() if name != first}}
+
+    def tensors(self) -> dict[str, Any]:
+        masters = {name: master.detach() for name, master in self._sharded.masters().items()}
+        return self._named(masters, self._sharded.owned_buffers())
+
+    def _named(self, masters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        tensors = {f"model.{name}": in_pieces(self._sharded, name, master) for name, master in masters.items()}
+        tensors.update({f"buffers.{name}": in_pieces(self._sharded, name, buffer) for name, buffer in buffers.items()})
+        return tensors
+
+    def write_files(self, folder: Path) -> None:
+        write_configs(self._sharded.structure, folder)  # for exports of the checkpoint
+
+    def check(self, stored: Stored) -> None:
+        shapes = {f"model.{name}": shape for name, shape in self._sharded.full_shapes().items()}
+        shapes.update({f"buffers.{name}": shape for name, shape in self._sharded.buffer_shapes().items()})
+        there = {
+            key: entry
+            for key, entry in stored.metadata.state_dict_metadata.items()
+            if key.startswith(("model.", "buffers.")) and isinstance(entry, TensorStorageMetadata)
+        }
+        missing = [key for key in shapes if key not in there]
+        unknown = [key for key in there if key not in shapes]
+        reasons = []
+        if missing:
+            reasons.append(f"{len(missing)} tensors of the model are not in it, such as {missing[0]}")
+        if unknown:
+            reasons.append(f"it has {len(unknown)} that the model does not have, such as {unknown[0]}")
+        if reasons:
+            raise ValueError(f"{stored.source} is a checkpoint of another model: {'; '.join(reasons)}")
+        for key, shape in shapes.items():
+            if tuple(there[key].size) != tuple(shape):
+                raise ValueError(
+                    f"{stored.source} is a checkpoint of another model: {key} has shape {tuple(there[key].size)} in it "
+                    f"and {tuple(shape)} in the model"
+                )
+
+    def begin_load(self) -> None:
+        self._sharded.finish_gather()
+
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
+        masters = {name: master.detach() for name, master in self._sharded.masters().items()}
+        buffers = self._sharded.persistent_buffers()
+        new_masters = {name: copy.like(tensor) for name, tensor in masters.items()}
+        new_buffers = {name: copy.like(tensor) for name, tensor in buffers.items()}
+        self._read = [(tensor, new_masters[name]) for name, tensor in masters.items()]
+        self._read += [(tensor, new_buffers[name]) for name, tensor in buffers.items()]
+        return self._named(new_masters, new_buffers)
+
+    @torch.no_grad()
+    def restore(self, stored: Stored) -> None:
+        read, self._read = self._read, []
+        for tensor, value in read:
+            to_local(tensor).copy_(to_local(value))
+        self._sharded.all_gather_loaded()
+
+
+class OptimizerPart(Part):
+    """The states of an optimizer, ``optimizer.KEY.NAME``, and its options by the parameters' names."""
+
+    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._states: dict[str, dict[str, torch.Tensor]] = {}  # that are being read
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        return {master: name for name, master in self._sharded.masters().items()}
+
+    def entries(self) -> dict[str, Any]:
+        names = self._names()
+        groups = [
+            {
+                "names": [names[p] for p in group["params"] if p in names],
+                "options": {k: v for k, v in group.items() if k not in ("params", "param_names") and _is_plain(v)},
+            }
+            for group in self._optimizer.param_groups
+        ]
+        scalars = {
+            names[p]: {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+            for p, state in self._optimizer.state.items()
+        }
+        scalars = {name: values for name, values in scalars.items() if values}
+        return {"optimizer": {"class": type(self._optimizer).__name__, "groups": groups, "scalars": scalars}}
+
+    def gather(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """`entries` with the options and states of the parameters that other ranks of the pipeline hold."""
+        if self._mesh.degrees["pp"] == 1:
+            return entries
+        group = self._mesh.group("pp")
+        stages: list[Any] = [None] * group.size()
+        dist.all_gather_object(stages, entries["optimizer"], group=group)
+        groups = [
+            {
+                "names": list(dict.fromkeys(name for stage in same_group for name in stage["names"])),
+                "options": next((stage["options"] for stage in same_group if stage["names"]), same_group[0]["options"]),
+            }
+            for same_group in zip(*(stage["groups"] for stage in stages), strict=True)
+        ]
+        scalars = {name: values for stage in stages for name, values in stage["scalars"].items()}
+        return {"optimizer": {**entries["optimizer"], "groups": groups, "scalars": scalars}}
+
+    def tensors(self) -> dict[str, Any]:
+        names = self._names()
+        tensors = {}
+        for parameter, state in self._optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer.{key}.{names[parameter]}"] = self._named(names[parameter], value)
+        return tensors
+
+    def _named(self, name: str, state: torch.Tensor) -> Any:
+        is_sharded = state.shape == self._sharded.masters()[name].shape  # as its master is
+        return in_pieces(self._sharded, name, state) if is_sharded else state
+
+    def check(self, stored: Stored) -> None:
+        then, now = stored.document["optimizer"].get("class"), type(self._optimizer).__name__
+        if then is not None and then != now:
+            raise ValueError(
+                f"{stored.source} was written with the optimizer {then}, and this engine has {now}, whose options and "
+                f"states are others: build it with parallelize(optimizer=functools.partial({then}, ...)), or load the "
+                f"weights alone with engine.model.load_state_dict(...), from the full_state_dict() of an engine that "
+                f"loaded it"
+            )
+
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
+        masters = self._sharded.masters()
+        self._states = {}
+        tensors = {}
+        for full_key, entry in stored.metadata.state_dict_metadata.items():
+            if not full_key.startswith("optimizer.") or not isinstance(entry, TensorStorageMetadata):
+                continue
+            key, name = full_key.removeprefix("optimizer.").split(".", 1)
+            if name not in masters:  # it is on another pipeline rank
+                continue
+            master, dtype = masters[name], entry.properties.dtype
+            if entry.size == self._sharded.full_shape(name) and master.dim() > 0:
+                state = copy.like(master.detach(), dtype)
+            else:
+                state = torch.zeros(entry.size, dtype=dtype)
+            self._states.setdefault(name, {})[key] = state
+            tensors[full_key] = self._named(name, state)
+        return tensors
+
+    def restore(self, stored: Stored) -> None:
+        states, self._states = self._states, {}
+        entries, names = stored.document["optimizer"], self._names()
+        current = self._optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        groups = []
+        for place, (group, described) in enumerate(
+            zip(self._optimizer.param_groups, current["param_groups"], strict=True)
+        ):
+            members = [names.get(p, "") for p in group["params"]]
+            options = _options(entries["groups"], members, place)
+            groups.append({**described, **{k: v for k, v in options.items() if k not in _KERNELS}})
+            for index, name in zip(described["params"], members, strict=True):
+                values: dict[str, Any] = {**states.get(name, {}), **entries["scalars"].get(name, {})}
+                if values:
+                    state[index] = values
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class NumbersPart(Part):
+    """States that are numbers or made of numbers, each under one name in ``engine.json``.
+
+    Args:
+        states: what keeps them, by these names; None for what a plan does not have.
+    """
+
+    def __init__(self, **states: Stateful | None) -> None:
+        self._states = states
+
+    def entries(self) -> dict[str, Any]:
+        return {name: None if state is None else state.state_dict() for name, state in self._states.items()}
+
+    def restore(self, stored: Stored) -> None:
+        for name, state in self._states.items():
+            entry = stored.document.get(name)
+            if state is not None and entry is not None:
+                state.load_state_dict(entry)
+
+
+class Streams(Protocol):
+    """Random streams, by the types of their devices."""
+
+    def states(self) -> dict[str, torch.Tensor]: ...
+
+    def load_states(self, states: dict[str, torch.Tensor]) -> None: ...
+
+    def begin(self, step: int) -> None: ...
+
+
+class RandomPart(Part):
+    """The random streams of each rank, ``generator.DEVICE.RANK``, and the layout under which they were drawn from."""
+
+    def __init__(self, streams: Streams, plan: Plan, mesh: Mesh) -> None:
+        self._streams = streams
+        self._plan = plan
+        self._mesh = mesh
+        self._states: dict[str, torch.Tensor] = {}  # that are being read
+
+    def _key(self, device: str) -> str:
+        return f"generator.{device}.{self._mesh.rank}"
+
+    def entries(self) -> dict[str, Any]:
+        return {"plan": self._plan.to_dict(), "world_size": self._mesh.world_size}
+
+    def tensors(self) -> dict[str, Any]:
+        return {self._key(device): state for device, state in self._streams.states().items()}
+
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
+        """Room for the stored state of each of this rank's random streams; {} if the checkpoint has another layout.
+
+        The layout decides which ranks draw the same random numbers. With the streams of two data ranks, for example,
+        two tensor-parallel ranks would drop different elements of one activation.
+        """
+        self._states = {}
+        there = stored.metadata.state_dict_metadata
+        axes = {axis: (stored.document["plan"].get(axis), getattr(self._plan, axis)) for axis in AXES}
+        changed = [f"{axis}={old} then and {new} now" for axis, (old, new) in axes.items() if old != new]
+        devices = list(self._streams.states())
+        if not changed and all(self._key(device) in there for device in devices):
+            for device in devices:
+                entry = there[self._key(device)]
+                assert isinstance(entry, TensorStorageMetadata)
+                self._states[device] = torch.empty(entry.size, dtype=torch.uint8)
+        elif self._mesh.rank == 0:
+            logger.warning(
+                "the checkpoint's random state is not restored, because the layout has changed (%s); dropout goes on "
+                "with random numbers from the seed and the step",
+                ", ".join(changed) or "on other devices",
+            )
+        return {self._key(device): state for device, state in self._states.items()}
+
+    def restore(self, stored: Stored) -> None:
+        states, self._states = self._states, {}
+        if states:
+            self._streams.load_states(states)
+        else:
+            self._streams.begin(stored.document["step_count"])
+
+
+def in_pieces(sharded: ShardedModel, name: str, tensor: torch.Tensor) -> Any:
+    """`tensor`, sharded as the master weight or buffer `name`, with the places of its pieces in the full tensor."""
+    layout = sharded.split.layout(name)
+    if layout.dim is None:
+        return tensor
+    ranges = layout.ranges(sharded.split.rank, sharded.split.size)
+    shape = sharded.split.full_shape(name, tensor.shape)
+    return TensorPieces.of(tensor, shape, layout.dim, ranges)
+
+
+def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> dict[str, Any]:
+    """Options of the stored group that has `members`; if `members` is empty, of the group at the same position."""
+    for group in groups:
+        if set(members) & set(group["names"]):
+            return group["options"]
+    return {} if any(members) or place >= len(groups) else groups[place]["options"]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | tuple)

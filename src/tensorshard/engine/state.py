@@ -1,0 +1,290 @@
+"""An Engine's state: checkpoints, full weights, weights for other programs, other weights for a while, sizes."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.comm.decisions import decide_once, meet
+from tensorshard.comm.sharding import to_local
+from tensorshard.common.paths import as_path
+from tensorshard.engine.gradients import LossScaler
+from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.loader import EngineLoaders
+from tensorshard.engine.optimizer import StepCounter
+from tensorshard.engine.random_streams import RandomStreams
+from tensorshard.engine.waiting_for_updates import WaitingForUpdates
+from tensorshard.passes.precision import DTYPES
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.plan.storage import Storage
+from tensorshard.sharded.sharded_model import ShardedModel
+from tensorshard.weights.files.adapters import AdapterExport, has_adapters
+from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
+
+if TYPE_CHECKING:
+    from tensorshard.checkpoint.checkpoint import CheckpointManager
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Parameters and types of a laid-out model, as one rank sees them. Sizes are in bytes."""
+
+    parameters: int
+    trained_parameters: int
+    held_parameters: int
+    updated_parameters: int
+    master_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    buffer_bytes: int
+    optimizer: str
+    tensor_plan: str | None
+    pipeline: str | None
+    offload: str | None = None
+    logits: str | None = None
+
+    def describe(self) -> str:
+        """A few lines for a person."""
+        lines = [
+            f"parameters     {self.parameters:,} in the model, {self.trained_parameters:,} of them trained",
+            f"on this rank   {self.held_parameters:,} held, {self.updated_parameters:,} updated",
+            f"dtypes         {_name(self.master_dtype)} master weights and optimizer states, "
+            f"{_name(self.compute_dtype)} computation, {_name(self.reduce_dtype)} gradient sums",
+            f"optimizer      {self.optimizer}",
+        ]
+        if self.logits is not None:
+            lines.append(self.logits)
+        if self.tensor_plan is not None:
+            lines.append(self.tensor_plan)
+        if self.pipeline is not None:
+            lines.append(self.pipeline)
+        if self.offload is not None:
+            lines.append(f"offloaded by this rank:\n{self.offload}")
+        return "\n".join(lines)
+
+
+class StateMethods(WaitingForUpdates):
+    """The methods of an Engine that read, write and describe its state."""
+
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    storage: Storage
+    scaler: LossScaler | None
+    random: RandomStreams
+    loaders: EngineLoaders
+    _steps: StepCounter
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The original model's state dict: full tensors on the CPU, fp32 or wider, on rank 0; {} elsewhere.
+
+        Every rank calls it.
+        """
+        with explained("engine.full_state_dict"):
+            meet("engine.full_state_dict", self.mesh.world_group, self.device)
+            self._finish_update()
+            return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
+
+    def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
+        """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
+
+        It is written under a temporary name and renamed, so `path` is whole or absent. Every rank calls this.
+
+        Raises:
+            FileExistsError: `path` is there already; nothing is overwritten.
+        """
+        with explained("engine.save"):
+            self._finish_update()
+            self._checkpoints().save(as_path(path), {} if extra is None else extra)
+
+    def load(self, path: Any) -> dict[str, Any]:
+        """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. Every rank calls it.
+
+        Raises:
+            FileNotFoundError: `path` is not a checkpoint.
+            ValueError: its tensors are not those of this model or optimizer; names the first that differ.
+        """
+        with explained("engine.load"):
+            self._finish_update()
+            return self._checkpoints().load(as_path(path))
+
+    def _checkpoints(self) -> "CheckpointManager":
+        # torch's distributed checkpoints take long to import.
+        from tensorshard.checkpoint.checkpoint import CheckpointManager
+        from tensorshard.checkpoint.parts import NumbersPart, OptimizerPart, RandomPart, WeightsPart
+
+        parts = (
+            OptimizerPart(self.sharded, self._optimizer, self.mesh),
+            WeightsPart(self.sharded),
+            NumbersPart(step_count=self._steps, scaler=self.scaler, loaders=self.loaders),
+            RandomPart(self.random, self.plan, self.mesh),
+        )
+        return CheckpointManager(parts, self.mesh.world_group, self.device, self.storage.temporary_copy)
+
+    def save_pretrained(
+        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
+    ) -> None:
+        """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
+
+        It writes full tensors in safetensors: several files and an index if there are more than `max_shard_size` bytes.
+        For a model of transformers it also writes ``config.json``, so that the ``from_pretrained`` of transformers
+        opens the directory. One tensor at a time goes through rank 0, which needs room for it (for all experts of a
+        layer, if the files store them one by one). Optimizer and step count are only in the checkpoints of
+        :meth:`save`. Every rank calls this.
+
+        Args:
+            dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the master
+                weights, fp32.
+            max_shard_size: bytes in a file, or text such as "5GB".
+
+        Raises:
+            FileExistsError: `path` is there already, and is not an empty directory; nothing is overwritten.
+            ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
+        """
+        with explained("engine.save_pretrained"):
+            self._finish_update()
+            _write_pretrained(self.sharded, self.mesh, as_path(path), dtype=dtype, max_shard_size=max_shard_size)
+
+    def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.
+
+        Every rank calls it.
+
+        Args:
+            weights: by names of ``engine.model.named_parameters()``, each laid out like its parameter, as
+                ``parameter.detach().clone()`` is.
+
+        Raises:
+            ValueError: no parameter has a name, or a shape differs; nothing was changed then.
+        """
+        return _using_weights(self.sharded, dict(self.model.named_parameters()), weights)
+
+    def summary(self) -> Summary:
+        """The types of parameters, gradients and states, and the sizes on this rank."""
+        return _summarize(self.plan, self.sharded, self._optimizer, self.storage.describe())
+
+
+def _write_pretrained(
+    sharded: ShardedModel, mesh: Mesh, path: Path, *, dtype: torch.dtype | None, max_shard_size: int | str
+) -> None:
+    """What :meth:`tensorshard.Engine.save_pretrained` does; errors of rank 0 are raised on every rank."""
+    export: Export | AdapterExport | None = None
+
+    def begin() -> None:
+        nonlocal export
+        layouts = sharded.full_layouts()
+        if has_adapters(sharded.structure):
+            export = AdapterExport(
+                path,
+                sharded.structure,
+                layouts,
+                sharded.aliases(),
+                sharded.is_trained,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+            )
+            return
+        export = Export(path, sharded.structure, layouts, dtype=dtype, max_shard_size=max_shard_size)
+
+    decide_once(begin, mesh.world_group)
+    failure: Exception | None = None
+    sharded.finish_gather()
+    for name, tensor in sharded.full_tensors(keep=export is not None):
+        if export is not None and failure is None:  # the other ranks only send their parts
+            try:
+                export.add(name, tensor)
+            except Exception as error:
+                failure = error
+        del tensor  # before the next one is gathered
+
+    def finish() -> None:
+        assert export is not None
+        try:
+            if failure is not None:
+                raise failure
+            export.finish()
+        except BaseException:
+            export.discard()
+            raise
+
+    decide_once(finish, mesh.world_group)
+
+
+@contextmanager
+def _using_weights(
+    sharded: ShardedModel, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """A context in which the parameters hold `weights`; afterwards they are as before. A collective.
+
+    Args:
+        parameters: the module's, by the names of `weights`.
+
+    Raises:
+        ValueError: no parameter has a name, or a tensor is laid out differently; nothing was changed then.
+    """
+    weights = {name: _own_part(sharded, name, value) for name, value in weights.items()}
+    for name, value in weights.items():
+        if name not in parameters:
+            raise ValueError(
+                f"weights hold {name!r}, which is not a parameter of the model on this rank; take names and tensors "
+                f"from engine.model.named_parameters()"
+            )
+        if to_local(value).shape != to_local(parameters[name]).shape:
+            raise ValueError(
+                f"weights hold {name!r} of shape {list(to_local(value).shape)} on this rank, and the parameter has "
+                f"{list(to_local(parameters[name]).shape)}; make it as parameter.detach().clone()"
+            )
+    sharded.finish_gather()
+    restore = [sharded.kept_value(name) for name in weights]
+    for name, value in weights.items():
+        sharded.set_value(name, value)
+    sharded.all_gather_loaded()
+    try:
+        yield
+    finally:
+        sharded.finish_gather()
+        for give_back in restore:
+            give_back()
+        sharded.all_gather_loaded()
+
+
+def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor for a parameter that tensor-parallel ranks split."""
+    whole = sharded.split.num_shards(name) > 1 and value.shape == sharded.full_shapes().get(name)
+    return sharded.split.local(name, value) if whole and not isinstance(value, DTensor) else value
+
+
+def _summarize(
+    plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer, offload: str | None = None
+) -> Summary:
+    """Counts what a laid-out model holds on this rank."""
+    masters = sharded.masters()
+    trained = {p for p in masters.values() if p.requires_grad}
+    first = next(iter(trained or masters.values()), torch.empty(0))
+    shapes = sharded.full_shapes()
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return Summary(
+        parameters=sum(shape.numel() for shape in shapes.values()),
+        trained_parameters=sum(shape.numel() for name, shape in shapes.items() if sharded.is_trained(name)),
+        held_parameters=sharded.held_numel(),
+        updated_parameters=sum(to_local(p).numel() for p in trained),
+        master_dtype=first.dtype,
+        compute_dtype=DTYPES[plan.precision] if first.dtype == torch.float32 else first.dtype,
+        reduce_dtype=DTYPES[plan.reduce_dtype or "fp32"],
+        buffer_bytes=sum(b.nbytes for b in sharded.model.buffers()),
+        optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
+        tensor_plan=sharded.split.describe(),
+        pipeline=sharded.describe_stages(),
+        offload=offload,
+        logits=sharded.logits.describe(),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
