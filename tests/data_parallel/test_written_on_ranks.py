@@ -123,8 +123,6 @@ PLANS = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world", "fields"), PLANS, ids=str)
 def test_what_a_rank_takes_from_its_own_samples_is_refused(ranks, world, fields, way):
-    if "tp" in fields and way in ("codebook", "bias", "parent"):
-        way = "codebook data"  # the others take their whole input, of which these blocks' linears would give a part
     if "pp" in fields and way == "first batch":
         way = "codebook"  # a parameter with a gradient that a forward writes is refused where the model is cut
     found = ranks(world, _run, way, fields, False)

@@ -210,7 +210,7 @@ def _check_whole(
         if style.kind not in _ALWAYS_RIGHT and not any(_is_inside(name, unit) for unit in run.calls)
     }
     if checks.around is None:
-        checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size)
+        checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size, run.capture.training)
     smaller = checks.around.model
     if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
         if outside:
