@@ -25,7 +25,7 @@ def global_norm(
     always_sum: bool = False,
     dtype: torch.dtype | None = None,
     known: Callable[[Any], torch.Tensor | None] | None = None,
-    spoil: bool = False,
+    spoil: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
 
@@ -39,14 +39,14 @@ def global_norm(
             where ranks have different parameters, as in a pipeline.
         dtype: of the sum of squares; that of the gradients by default.
         known: this rank's norm of a parameter's gradient if it is known already, else None.
-        spoil: makes the norm NaN on every rank, with `always_sum`.
+        spoil: if it is above 0 on some rank, the norm is NaN on all, with `always_sum`.
     """
     world_size = group.size()
     with_gradient = [p for p in parameters if p.grad is not None]
     if not with_gradient:
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = _spoiled(torch.zeros((), dtype=torch.float64, device=device), spoil)
         if always_sum:
-            all_reduce_(total.fill_(torch.nan) if spoil else total, group, what="the norm of the gradient")
+            all_reduce_(total, group, what="the norm of the gradient")
         return total.sqrt()
     norms = _local_norms(with_gradient, dtype, known)
     if device is not None:  # offloaded gradients may be on another device
@@ -58,13 +58,17 @@ def global_norm(
         total = squares.sum() * (shards[0] / world_size)
     else:
         total = (squares * torch.tensor(shards, dtype=torch.float64, device=squares.device)).sum() / world_size
-    if spoil:
-        total = total * torch.nan
+    total = _spoiled(total, spoil)
     if always_sum or any(count > 1 for count in shards):
         all_reduce_(total, group, what="the norm of the gradient")
     else:
         total = total * world_size  # every rank holds everything
     return total.sqrt()
+
+
+def _spoiled(total: torch.Tensor, spoil: torch.Tensor | None) -> torch.Tensor:
+    """`total`, or NaN where `spoil` is above 0. Nothing is read from a GPU."""
+    return total if spoil is None else total.masked_fill(spoil.to(total.device) > 0, torch.nan)
 
 
 def _local_norms(
