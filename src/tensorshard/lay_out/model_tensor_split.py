@@ -8,6 +8,7 @@ from torch import nn
 from tensorshard.comm.decisions import decide_once
 from tensorshard.materialize.source import TensorSource
 from tensorshard.mesh import Mesh
+from tensorshard.modules.memoized import nothing_remembered
 from tensorshard.plan import Plan
 from tensorshard.tensor_parallel.apply.split_outputs import SplitOutputs
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
@@ -35,7 +36,8 @@ def choose_tensor_split(source: TensorSource, plan: Plan, mesh: Mesh, inputs: An
     from tensorshard.tensor_parallel.search.choose_table import choose_tensor_plan
 
     def choose() -> "VerifiedTable":
-        with source.real_buffers(), alone_in_the_world():
+        # Memoized functions may have asked for the size of the world.
+        with source.real_buffers(), nothing_remembered(source.module), alone_in_the_world():
             found = choose_tensor_plan(
                 source.module,
                 mesh.degrees["tp"],
