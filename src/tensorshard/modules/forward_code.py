@@ -77,6 +77,12 @@ def forward_classes(cls: type[nn.Module]) -> set[type[nn.Module]]:
     return {base for base in cls.__mro__ if issubclass(base, nn.Module) and not is_foreign(base.__module__)}
 
 
+def draws_on_host(model: nn.Module) -> bool:
+    """Whether the code of `model` draws from Python's or numpy's global random numbers. Decorators that check types
+    draw, too, which changes no result."""
+    return bool(used_by_forwards({base for module in model.modules() for base in forward_classes(type(module))}).draws)
+
+
 def variables_around(function: FunctionType) -> Iterator[tuple[CellType, bool]]:
     """The variables of enclosing functions that `function` uses, and whether it may assign to each."""
     cells = function.__closure__

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.modules.detached_alias import DetachedAlias
-from tensorshard.modules.forward_code import forward_classes, used_by_forwards
+from tensorshard.modules.forward_code import draws_on_host
 from tensorshard.modules.host_random import host_random_states
 from tensorshard.modules.tensors import map_tensors, storage_key, tensor_leaves
 from tensorshard.modules.values import Layout, take_apart
@@ -75,9 +75,8 @@ class Recording:
 
     @cached_property
     def _code_draws(self) -> bool:
-        """Whether the model's code draws from Python or numpy; decorators that check types draw, too."""
-        classes = {base for module in self._copy.modules() for base in forward_classes(type(module))}
-        return bool(used_by_forwards(classes).draws)
+        """Whether the model's code draws from Python or numpy."""
+        return draws_on_host(self._copy)
 
     def _check_host_draws(self, unit: str | None = None) -> None:
         """Refuses code between units that draws from Python or numpy: stages leave the forward at different places."""

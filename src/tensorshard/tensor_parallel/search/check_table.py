@@ -14,7 +14,7 @@ from tensorshard.tensor_parallel.search.sequence_search import SplitBlocks, find
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.sequence_split import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import COLUMN_KINDS, SUM_GRADIENTS, Style
-from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, starred
+from tensorshard.tensor_parallel.table.table import TensorPlan, collapse, first_names, starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
@@ -109,13 +109,14 @@ def check_around_run(
     styles = plan.resolve(model)
     units = find_units(model)
     checker = _Checker(checks, run)
+    first = first_names(model)
     shared_inputs: list[tuple[str, ...]] = []
     for name, call in run.calls.items():
         inner = styles_inside(name, styles)
         if inner:
             completed, shared = checker.check(name, units[name], call, inner)
-            styles.update({_join(name, key): style for key, style in completed.items()})
-            shared_inputs += [tuple(_join(name, layer) for layer in layers) for layers in shared]
+            styles.update({first[_join(name, key)]: style for key, style in completed.items()})
+            shared_inputs += [tuple(first[_join(name, layer)] for layer in layers) for layers in shared]
     complete = collapse(styles, model)
     sequence: dict[str, SequenceSplit] = {}
     refused: dict[str, str] = {}
@@ -223,7 +224,7 @@ def _check_whole(
     if sequence:
         capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
         sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
-    kept = modules | {name for name, _ in smaller.named_parameters()}
+    kept = modules | {name for name, _ in smaller.named_parameters(remove_duplicate=False)}
     checks.forget_large()
     inside = {name: style for name, style in styles.items() if name in kept}
     try:

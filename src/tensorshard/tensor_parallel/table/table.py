@@ -85,10 +85,14 @@ class TensorPlan:
         """
         names = [name for name, _ in model.named_modules() if name or "" in self.entries]  # "" names the module itself
         names += [name for name, _ in model.named_parameters()]
+        found: dict[str, Style] = {}
         for pattern in self.entries:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(_nothing_matches(pattern, names))
-        found: dict[str, Style] = {}
+                # Another name of what is shared. A tied parameter has a style at each of its places.
+                others = {first for name, first in first_names(model).items() if fnmatchcase(name, pattern)}
+                if not others:
+                    raise ValueError(_nothing_matches(pattern, names))
+                found.update(dict.fromkeys(others, self.entries[pattern]))
         for name in names:
             if name in self.entries:
                 found[name] = self.entries[name]
@@ -122,11 +126,23 @@ def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorPlan:
     entries: dict[str, Style] = {}
     for name, style in styles.items():
         pattern = starred(name)
-        uniform = len(members[pattern]) > 1 and all(styles.get(other) == style for other in members[pattern])
+        alike = members.get(pattern, [])  # of a tied parameter, one place is among them
+        uniform = name in alike and len(alike) > 1 and all(styles.get(other) == style for other in alike)
         # `*` also matches dots. A glob must not match names at another depth that have another style.
         exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
         entries[pattern if uniform and exact else name] = style
     return TensorPlan(entries)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a module or parameter, the name that a table uses. Shared modules have several names."""
+    first: dict[nn.Module, str] = {}
+    found = {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
+    own = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, key = name.rpartition(".")
+        own[name] = f"{found[owner]}.{key}" if found[owner] else key
+    return found | own
 
 
 def starred(name: str) -> str:

@@ -23,6 +23,7 @@ from tensorshard.modules.fake_copies import (
     pooled_values,
     random_values,
 )
+from tensorshard.modules.forward_code import draws_on_host
 from tensorshard.modules.host_random import host_random_kept, host_random_states
 from tensorshard.modules.model_errors import raised_by_model
 from tensorshard.modules.no_dropout import train_without_dropout
@@ -171,7 +172,7 @@ class BlockCheck:
         before = host_random_states()
         with self._noting_writes(copied) as written, host_random_kept():
             expected = run_full(copied, self._given, self._generator)
-            self._draws = host_random_states() != before
+            self._draws = host_random_states() != before and draws_on_host(copied)
         self._written = written
         return expected
 
