@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.forwards import Role, forward_within
-from tensorshard.model.reachable_state import forward_classes, used_by_forwards
+from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_states
 from tensorshard.model.tensors import TensorSpec, map_tensors, storage_key, take_apart, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
@@ -74,9 +74,8 @@ class TracedRun:
 
     @cached_property
     def _code_draws(self) -> bool:
-        """Whether the model's code draws from Python or numpy; decorators that check types draw, too."""
-        classes = {base for module in self._copy.modules() for base in forward_classes(type(module))}
-        return bool(used_by_forwards(classes).draws)
+        """Whether the model's code draws from Python or numpy."""
+        return draws_on_host(self._copy)
 
     def _check_host_draws(self, unit: str | None = None) -> None:
         """Refuses code between units that draws from Python or numpy: stages leave the forward at different places."""
