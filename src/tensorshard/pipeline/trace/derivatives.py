@@ -1,7 +1,9 @@
 """Models whose own code computes derivatives through their units, which stages cannot: each has a part of the graph."""
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -74,18 +76,24 @@ def check_differentiable(unit: str) -> None:
         )
     if torch.is_grad_enabled():  # the forward of an autograd function runs without gradients
         return
+    forwards = dict(_forwards_of(torch.autograd.Function))
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is _APPLY:
-            name = getattr(frame.f_locals.get("cls"), "__name__", "a function")
+        if frame.f_code in forwards:
             raise UncuttableError(
-                f"the model calls {unit!r} inside of {name}.forward, an autograd function that computes the gradients "
-                f"of its modules itself (as reversible networks do), so {_REMEDY}"
+                f"the model calls {unit!r} inside of {forwards[frame.f_code]}.forward, an autograd function that "
+                f"computes the gradients of its modules itself (as reversible networks do), so {_REMEDY}"
             )
         frame = frame.f_back  # type: ignore[assignment]
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _forwards_of(function: type) -> Iterator[tuple[CodeType, str]]:
+    """The code of the forward of every class derived from `function`, with the class's name."""
+    for cls in function.__subclasses__():
+        code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+        if code is not None and "forward" in vars(cls):
+            yield code, cls.__name__
+        yield from _forwards_of(cls)
 
 
 class DetachedAlias(torch.autograd.Function):
