@@ -1,5 +1,6 @@
 """Cuts a model into the stages of a pipeline. Each rank lays out its own stages."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,8 @@ from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.search.find_table import VerifiedTable
 from tensorshard.transforms.mixed_types import give_one_type
 from tensorshard.transforms.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
+
+logger = logging.getLogger("tensorshard")
 
 _REMEDY = (
     "give parallelize(sample_inputs=...), inputs as for Engine.step, of any values and any sizes that the model takes"
@@ -108,6 +111,9 @@ def _traced(
     tracer = _tracer(source, decisions.table, plan, mesh, device)
     with autocast(plan.precision, device):
         graph = _trace(tracer, source.module, sample_inputs)
+    if mesh.rank == 0:
+        for name, reason in tracer.joined.items():
+            logger.warning("one stage computes the whole of %r, and stages may be uneven, since %s", name, reason)
     traced = Traced(tracer, graph, {}, decisions.table)
     if decisions.traced is not None:
         decisions.traced[key] = traced
