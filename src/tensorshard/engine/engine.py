@@ -10,6 +10,7 @@ import torch
 from tensorshard.comm.decisions import meet
 from tensorshard.engine.batch_buffers import BatchBuffers
 from tensorshard.engine.collective_errors import explained
+from tensorshard.engine.coupled_samples import CoupledSamples
 from tensorshard.engine.final_gradients import FinalGradients, NonFiniteLossError
 from tensorshard.engine.fused_updates import hook_beside_update
 from tensorshard.engine.generation import Generator
@@ -140,6 +141,7 @@ class Engine(LoopMethods):
             lambda: check_transfers(slots, mesh.world_group, self._offloaded),
             sharded.finish_backward,
             batch_buffers.check,
+            CoupledSamples(sharded.model, plan, mesh, device).check,
         )
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
