@@ -20,7 +20,17 @@ _REMEDY = (
 
 
 class UncuttableError(ValueError):
-    """A model cannot be cut into stages for any inputs. The message says why."""
+    """A model cannot be cut into stages for any inputs. The message says why.
+
+    Args:
+        cause: what the model does.
+        rest: what stands in the way then, and what would work.
+        whole: the module that has to be one unit, if that would do; "" if it is the model, or none would.
+    """
+
+    def __init__(self, cause: str, rest: str = "", whole: str = "") -> None:
+        super().__init__(cause + rest)
+        self.cause, self.whole = cause, whole
 
 
 class WithoutDerivatives(TorchFunctionMode):
@@ -64,15 +74,20 @@ def _within_a_unit(func: Any, args: Any, kwargs: Any) -> Any:
     return gradients
 
 
-def check_differentiable(unit: str) -> None:
+def check_differentiable(unit: str, around: str) -> None:
     """Refuses a call of `unit` from code that computes its gradients itself.
+
+    Args:
+        around: the module whose code runs.
 
     Raises:
         UncuttableError: the caller runs inside of the forward of an autograd function, or of a torch.func transform.
     """
     if is_function_transformed():
         raise UncuttableError(
-            f"the model calls {unit!r} inside of a function that torch.func transforms (grad, vjp, vmap); {_REMEDY}"
+            f"the model calls {unit!r} inside of a function that torch.func transforms (grad, vjp, vmap)",
+            f"; {_REMEDY}",
+            around,
         )
     if torch.is_grad_enabled():  # the forward of an autograd function runs without gradients
         return
@@ -82,7 +97,9 @@ def check_differentiable(unit: str) -> None:
         if frame.f_code in forwards:
             raise UncuttableError(
                 f"the model calls {unit!r} inside of {forwards[frame.f_code]}.forward, an autograd function that "
-                f"computes the gradients of its modules itself (as reversible networks do), so {_REMEDY}"
+                f"computes the gradients of its modules itself (as reversible networks do)",
+                f", so {_REMEDY}",
+                around,
             )
         frame = frame.f_back  # type: ignore[assignment]
 

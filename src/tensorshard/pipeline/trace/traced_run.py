@@ -93,6 +93,10 @@ class TracedRun:
         """The module outside of units that is running."""
         return self._inside[-1] if self._inside else ""
 
+    def _around(self, unit: str) -> str:
+        """The module whose code calls `unit`."""
+        return next((name for name in reversed(self._inside) if name != unit), "")
+
     # -- units --
 
     def begin(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
@@ -105,7 +109,7 @@ class TracedRun:
                     f"the model recomputes {name!r} by torch.utils.checkpoint with use_reentrant=True, which a "
                     f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
                 )
-            check_differentiable(name)
+            check_differentiable(name, self._around(name))
             self._check_host_draws(name)
             self.sources.begin_call(len(self.calls), tensor_leaves((args, kwargs)))
             self._estimated = False
@@ -118,8 +122,9 @@ class TracedRun:
             return forward(*args, **kwargs)
         if not self._running:
             raise UncuttableError(
-                f"the model calls {name}.forward(...) itself, which passes by the hooks that stages run a module with; "
-                f"call the module, as in {name}(...), or name an enclosing module as one unit (pp_units)"
+                f"the model calls {name}.forward(...) itself, which passes by the hooks that stages run a module with",
+                f"; call the module, as in {name}(...), or name an enclosing module as one unit (pp_units)",
+                self._around(name),
             )
         unit = self._copy.get_submodule(name)
         self._saved = _SavedBytes(unit)
