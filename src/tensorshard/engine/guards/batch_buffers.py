@@ -20,7 +20,6 @@ from tensorshard.weights.files.export import own_class
 
 _ROUNDING = 1e-6  # the largest relative difference of checksums that is no difference
 _CHUNK = 1 << 20
-_SMALL = 1 << 18  # elements of a buffer that is compared whether it is known to have changed or not
 _FIRST = 64  # elements of each parameter that are compared: a statistic of the batch sets all of them
 _MULTIPLIER, _PERIOD = 40_503, 65_536  # weights of a checksum: sums of counts are the same on every rank
 
@@ -112,11 +111,9 @@ class BatchBuffers:
         if not self._names:
             return None
         changed = set(self._changed(self._laid_out))
-        buffers = self._sharded.persistent_buffers()
-        # Writes to `buffer.data` are not counted, so small buffers are compared in any case.
-        changed |= {name for name in self._names if name in buffers and buffers[name].numel() <= _SMALL}
         mask = torch.tensor([float(name in changed) for name in self._names], device=self._device)
         all_reduce_(mask, self._mesh.dp_group, what="which buffers forwards changed")
+        buffers = self._sharded.persistent_buffers()
         names = [name for name, count in zip(self._names, mask.tolist(), strict=True) if count]
         different = self._different([(name, buffers.get(name)) for name in names])
         if different is None:

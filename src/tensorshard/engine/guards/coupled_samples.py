@@ -51,6 +51,7 @@ class CoupledSamples:
         self._noted: list[str] = []
         self._given: tuple[Any, Any] | None = None
         self._watch: _Reductions | None = None
+        self._ended = False
         self._handles: list[RemovableHandle] = []
         self._done = mesh.dp_size == 1 or plan.pp > 1 or plan.compile
         if not self._done:
@@ -66,11 +67,11 @@ class CoupledSamples:
             self._watch.__enter__()
 
     def _end(self, *_: Any) -> None:
-        if self._watch is None:
+        if self._watch is None or self._ended:
             return
+        self._ended = True  # the hooks go later: a dict of hooks may not change while they are called
         self._watch.__exit__(None, None, None)
         self._noted = self._watch.noted
-        self._stop()
         if not self._noted:
             self._given = None
 

@@ -106,7 +106,8 @@ def check_differentiable(unit: str, around: str) -> None:
 
 def _forwards_of(function: type) -> Iterator[tuple[CodeType, str]]:
     """The code of the forward of every class derived from `function`, with the class's name."""
-    for cls in function.__subclasses__():
+    derived: list[Any] = function.__subclasses__()
+    for cls in derived:
         code = getattr(inspect.unwrap(cls.forward), "__code__", None)
         if code is not None and "forward" in vars(cls):
             yield code, cls.__name__
