@@ -22,7 +22,7 @@ from tensorshard.report.figures import differences
 from tensorshard.report.read_run import Run, read_run, read_runs
 from tensorshard.report.run_page import run_page
 from tensorshard.report.series import Series, columns
-from tensorshard.trainer.records import Session, write_session
+from tensorshard.trainer.session_record import Session, write_session
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from tensorshard.predict.hardware import save_ratios
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.loggers.logger import Logger
 from tensorshard.trainer.memory import PeakMemory
-from tensorshard.trainer.records import BatchSize, StepRecord
+from tensorshard.trainer.step_record import BatchSize, StepRecord
 
 if TYPE_CHECKING:
     from tensorshard.trainer.trainer import Trainer

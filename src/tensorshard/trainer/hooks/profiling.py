@@ -17,7 +17,7 @@ from tensorshard.predict.profile_memory import MemoryProfile, profile_memory
 from tensorshard.torch_private.cuda_memory import recorded_cuda_memory
 from tensorshard.torch_private.messages import silence_profiler_marks
 from tensorshard.trainer.hooks.hook import Hook
-from tensorshard.trainer.records import StepRecord
+from tensorshard.trainer.step_record import StepRecord
 
 if TYPE_CHECKING:
     from tensorshard.trainer.trainer import Trainer
