@@ -106,7 +106,7 @@ def train_under(
     wall, cpu = time.perf_counter(), time.process_time()
     engine = ts.parallelize(model, ts.Plan(**plan.fields), optimizer=OPTIMIZER, loss_fn=case.loss, **samples)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    table = getattr(engine.sharded.split, "found", None)
+    table = getattr(engine.sharded.split, "table", None)
     progress["split_share"] = share = getattr(table, "split_share", None)
     losses = []
     for step in range(STEPS):
