@@ -150,7 +150,7 @@ def test_yaml_cannot_run_code(tmp_path: Path) -> None:
         ("torch.nn.functional.torch.hub.load", "which is torch.hub's; .* --allow torch.hub$"),
         ("tensorshard.config.files.sys.exit", "calls tensorshard.config.files.sys.exit"),
         ("tensorshard.trainer.launch.launcher.launch", "calls tensorshard.trainer.launch.launcher.launch"),
-        ("tensorshard.trainer.run.instantiate", "which is tensorshard.config.build's"),
+        ("tensorshard.trainer.run.instantiate", "which is tensorshard.config.lazy's"),
         ("never_imported_module.run", "--allow never_imported_module$"),
         ("${other}", "calls os.system"),
     ],

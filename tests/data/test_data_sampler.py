@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tensorshard.data import ShardedBatchSampler
-from tensorshard.data.permutation import permute
+from tensorshard.data.sampler import permute
 
 
 def global_order(num_batches: int | None, dp_size: int, **options) -> list[int]:

@@ -123,8 +123,6 @@ PLANS = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world", "fields"), PLANS, ids=str)
 def test_what_a_rank_takes_from_its_own_samples_is_refused(ranks, world, fields, way):
-    if "tp" in fields and way in ("codebook", "bias", "parent"):
-        way = "codebook data"  # the others take their whole input, of which these blocks' linears would give a part
     if "pp" in fields and way == "first batch":
         way = "codebook"  # a parameter with a gradient that a forward writes is refused where the model is cut
     found = ranks(world, _run, way, fields, False)
@@ -141,3 +139,66 @@ def test_sums_over_the_ranks_are_those_of_one_process(ranks, fields, way):
     [(message, _, state), _] = ranks(2, _run, way, fields, True)
     assert message == ""
     parity.assert_same_state(state, _alone(way, state.pop("initial")), 1e-5)
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        seeds.seed(3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 6)) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _write_on_one_part(fields: dict[str, Any], same: bool) -> tuple[str, int, dict[str, torch.Tensor]]:
+    engine = ts.parallelize(Pairs, ts.Plan(**fields), optimizer=ADAMW, loss_fn=squares, timeout=20)
+    for step in range(3):
+        if step == 1:
+            with torch.no_grad():  # the row is in the shard of one tensor-parallel rank, or on one stage
+                for name, parameter in engine.model.named_parameters():
+                    if name == "blocks.0.0.weight":
+                        parameter[0] += torch.full((6,), 1.0 if same else 1.0 + engine.mesh.dp_rank)
+        try:
+            engine.step(*own_shard(engine, *data(step)))
+        except RuntimeError as error:
+            return str(error), step, {}
+    return "", 3, engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(zero=1, tp=2),
+        dict(zero=3, tp=2),
+        dict(zero=0, tp=2),
+        dict(zero=3, tp=2, precision="bf16"),
+        dict(pp=2, micro_batches=2),
+    ],
+    ids=str,
+)
+def test_ranks_raise_together_where_the_write_differs_on_a_part_of_the_model(ranks, fields):
+    for message, step, _ in ranks(4, _write_on_one_part, fields, False):
+        assert "different values of the parameter 'blocks.0.0.weight'" in message
+        assert step == 1
+
+
+@pytest.mark.parametrize("fields", [dict(zero=1, tp=2), dict(zero=3, tp=2), dict(pp=2, micro_batches=2)], ids=str)
+def test_the_same_write_on_a_part_of_the_model_is_that_of_one_process(ranks, fields):
+    [(message, _, state), *_] = ranks(4, _write_on_one_part, fields, True)
+    assert message == ""
+    model = Pairs()
+    optimizer = ADAMW(model.parameters())
+    for step in range(3):
+        if step == 1:
+            with torch.no_grad():
+                model.blocks[0][0].weight[0] += 1.0
+        squares(model(data(step)[0]), data(step)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parity.assert_same_state(state, model.state_dict(), 1e-5)

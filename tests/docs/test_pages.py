@@ -252,7 +252,7 @@ def _run_commands(page: str, folder: Path) -> dict[str, str]:
     """What became of each line of a page's shell blocks."""
     tiny = "train.steps=1 train.save_every=1 train.eval_batches=1 model.width=16 model.num_layers=1 sample=null"
     started = mock.patch("tensorshard.trainer.launch.launcher.launch", _start)
-    no_estimate = mock.patch("tensorshard.trainer.estimate_first.estimate_first", lambda *_, **__: (None, []))
+    no_estimate = mock.patch("tensorshard.trainer.estimated_run.estimate_first", lambda *_, **__: (None, []))
     with contextlib.chdir(folder), mock.patch.object(sys, "path", list(sys.path)), started, no_estimate:
         Path("my_config.py").write_text((ROOT / "src/tensorshard/configs/quickstart.py").read_text())
         for file in Path().glob("*.tokens"):  # which a command writes

@@ -16,14 +16,13 @@ from browser import find_browser, look_at_pages
 from tensorshard import Plan, cli
 from tensorshard.config import ConfigError
 from tensorshard.report.axes import HIGH, TOP, round_values, scale_of
+from tensorshard.report.charts import Line, line_chart, rank_chart
 from tensorshard.report.describe import describe
 from tensorshard.report.figures import differences
-from tensorshard.report.line_chart import Line, line_chart
-from tensorshard.report.rank_chart import rank_chart
 from tensorshard.report.read_run import Run, read_run, read_runs
 from tensorshard.report.run_page import run_page
 from tensorshard.report.series import Series, columns
-from tensorshard.trainer.session_record import Session, write_session
+from tensorshard.trainer.records import Session, write_session
 
 MIB = 1 << 20
 

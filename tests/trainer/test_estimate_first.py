@@ -16,7 +16,7 @@ from tensorshard.config import ConfigError
 from tensorshard.predict import Estimate, RankEstimate
 from tensorshard.predict.rank_estimate import CATEGORIES
 from tensorshard.trainer import estimate_first as module
-from tensorshard.trainer.estimate_first import estimate_first
+from tensorshard.trainer.estimated_run import estimate_first
 from tensorshard.trainer.report import print_summary
 from tensorshard.trainer.run_directory import RunDirectory
 

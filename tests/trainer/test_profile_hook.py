@@ -12,7 +12,7 @@ from rich.console import Console
 from log_lines import logged
 from tensorshard.config import ConfigError, load_config
 from tensorshard.trainer import ProfileHook, Trainer
-from tensorshard.trainer.hooks.profile_hook import profiled_steps
+from tensorshard.trainer.hooks.profiling import profiled_steps
 from tensorshard.trainer.settings import TrainSettings
 from trainer_doubles import CountingEngine, regression_batches
 

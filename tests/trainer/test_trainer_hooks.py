@@ -25,7 +25,7 @@ from tensorshard.trainer import (
     warmup_linear,
 )
 from tensorshard.trainer.loggers import Logger
-from tensorshard.trainer.step_record import BatchSize
+from tensorshard.trainer.records import BatchSize
 from trainer_doubles import CountingEngine, regression_batches
 
 

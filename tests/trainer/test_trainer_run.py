@@ -26,8 +26,8 @@ from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
 from tensorshard.trainer.loaders import evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
+from tensorshard.trainer.records import read_sessions
 from tensorshard.trainer.run import run
-from tensorshard.trainer.session_record import read_sessions
 
 CONFIG = """
 from torch.nn.functional import mse_loss

@@ -7,8 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tensorshard.commands.arguments import HelpFormat
 from tensorshard.commands.env import describe_machine
-from tensorshard.commands.help_format import HelpFormat
 
 _EPILOG = """\
 examples:

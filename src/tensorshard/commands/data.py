@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.arguments import HelpFormat
 from tensorshard.common.paths import read_utf8
 from tensorshard.config import ConfigError
 

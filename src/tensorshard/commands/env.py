@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
-from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.arguments import HelpFormat
 from tensorshard.common.terminal import fit, terminal_width
 from tensorshard.host.memory import cores_here
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.arguments import HelpFormat
 from tensorshard.config import ConfigError
 
 _EPILOG = """\

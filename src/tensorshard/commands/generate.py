@@ -4,9 +4,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from tensorshard.commands.allow import add_allow
-from tensorshard.commands.help_format import HelpFormat
-from tensorshard.commands.own_modules import find_own_modules
+from tensorshard.commands.arguments import HelpFormat, add_allow, find_own_modules
 from tensorshard.config import ConfigError
 
 _EPILOG = """\

@@ -3,11 +3,14 @@
 import argparse
 import os
 
-from tensorshard.commands.allow import add_allow
-from tensorshard.commands.help_format import HelpFormat
-from tensorshard.commands.own_modules import find_own_modules
-from tensorshard.commands.words import config_and_overrides
-from tensorshard.commands.world_size import add_config_and_world_size, check_world_size
+from tensorshard.commands.arguments import (
+    HelpFormat,
+    add_allow,
+    add_config_and_world_size,
+    check_world_size,
+    config_and_overrides,
+    find_own_modules,
+)
 from tensorshard.config import ConfigError
 
 MEASURED = 3

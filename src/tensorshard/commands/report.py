@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.arguments import HelpFormat
 from tensorshard.common.terminal import terminal_width
 from tensorshard.config import ConfigError
 

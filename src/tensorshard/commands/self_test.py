@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from tensorshard.commands.help_format import HelpFormat
+from tensorshard.commands.arguments import HelpFormat
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
-from tensorshard.commands.allow import add_allow
-from tensorshard.commands.help_format import HelpFormat
-from tensorshard.commands.own_modules import find_own_modules
-from tensorshard.commands.words import config_and_overrides
+from tensorshard.commands.arguments import HelpFormat, add_allow, config_and_overrides, find_own_modules
 from tensorshard.common.terminal import fit, terminal_width
 from tensorshard.config import ConfigError, to_yaml
 from tensorshard.config.config_error import MissingValueError
@@ -191,7 +188,7 @@ def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool)
     """Prints the estimate and returns it; None if there is none, and on workers other than the first."""
     if os.environ.get("RANK", "0") != "0":
         return None
-    from tensorshard.trainer.estimate_first import estimate_first
+    from tensorshard.trainer.estimated_run import estimate_first
     from tensorshard.trainer.launch.launcher import visible_gpus
 
     found, lines = estimate_first(config, world_size, ranks_here, gpus=visible_gpus() > 0, force=force)

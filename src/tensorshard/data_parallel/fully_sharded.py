@@ -79,7 +79,7 @@ class FullyShardedModel(ShardedModel):
         self._hybrid = hybrid
         self._master_places: dict[nn.Parameter, Place] = {}
         self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
-        self._scalars = self._keep_scalars(value_of)
+        self._scalars = self._keep_some_whole(value_of, precision)
         options: dict[str, Any] = {
             "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
             "mp_policy": MixedPrecisionPolicy(
@@ -300,13 +300,17 @@ class FullyShardedModel(ShardedModel):
             self._master_places.update(self._shards.keep(group))
         self._unit_masters.append((unit, own))
 
-    def _keep_scalars(self, value_of: Callable[[str], torch.Tensor]) -> list[nn.Parameter]:
-        """FSDP cannot shard a parameter without dimensions: each rank keeps it whole, and averages its gradient."""
+    def _keep_some_whole(self, value_of: Callable[[str], torch.Tensor], precision: str) -> list[nn.Parameter]:
+        """FSDP cannot shard a parameter without dimensions or without elements: each rank keeps it whole, and averages
+        the gradient that the first has."""
         scalars = []
         for meta, name in self._names.items():
-            if meta.dim() == 0:
+            if meta.dim() == 0 or meta.numel() == 0:
                 value = value_of(name)
-                scalar = like(meta, value.to(master_dtype(value.dtype)).clone())
+                dtype = master_dtype(value.dtype)
+                if meta.numel() == 0:  # nothing converts it for a forward, and it has nothing to lose
+                    dtype = compute_dtype(dtype, precision)
+                scalar = like(meta, value.to(dtype).clone())
                 self._places.replace(meta, scalar)
                 scalars.append(scalar)
         return scalars

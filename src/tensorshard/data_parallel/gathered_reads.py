@@ -18,6 +18,7 @@ from tensorshard.comm.sharding import on_mesh_device
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.data_parallel.sharded_parameter import read_as_full
 from tensorshard.data_parallel.written_values import WrittenShards
+from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -62,7 +63,9 @@ class GatheredReads:
             full = self._leaf(parameter)
         else:
             full = self._gather(parameter)
-        narrow = self.in_forward and self._dtype is not None and full.is_floating_point()
+        # In a backward, reversible networks run modules again.
+        of_forward = self.in_forward or is_in_backward()
+        narrow = of_forward and self._dtype is not None and full.is_floating_point()
         return full.to(self._dtype) if narrow else full
 
     def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:

@@ -204,7 +204,7 @@ class ShardedGradients:
         if not self.last:
             return
         trained = self._trained()
-        scalars = [scalar for scalar in self._scalars if scalar.requires_grad]
+        scalars = [scalar for scalar in self._scalars if scalar.requires_grad and scalar.numel()]
         gradients = [0.0 if s.grad is None else s.grad for s in scalars]
         gradients.append(float(self.calls is not None and self.calls.differed))
         gradients.append(float(bool(self.written)))
@@ -224,6 +224,8 @@ class ShardedGradients:
                 self._used.add(parameter)
             elif count < 0.5:
                 parameter.grad = None
+            elif parameter.numel() == 0 and not isinstance(parameter, DTensor):  # the same on ranks that used it or not
+                parameter.grad = self._averaged[parameter] = torch.zeros_like(parameter)
         self._whole.clear()
 
     def sum_over_ranks(self, numbers: Sequence[float], scalars: Sequence[torch.Tensor | float] = ()) -> list[float]:

@@ -88,6 +88,11 @@ class ShardedParameter(DTensorWithDirectHooks):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _KINDS[_kind(func)](func, args, kwargs or {})
 
+    def note_write(self, *values: torch.Tensor) -> None:
+        """Notes that `values`, of which this rank has all, were written to its shard in another way than by a function
+        of this parameter."""
+        _note_write(self, list(values))
+
     @property
     def grad(self) -> torch.Tensor | None:
         if _GRADIENT in (own := self.__dict__):

@@ -169,16 +169,16 @@ class FinalGradients:
         if self._hooks:
             factor = self._call_hooks(factor)
         clip = self._plan.clip_grad_norm
-        refused = self._refused_on_this_stage()
-        norm = self.measure(spoil=refused is not None)
-        known = [norm] if loss is None else [loss, norm]
-        are_finite, written = _read(known, self._sharded.writers)
-        if self._mesh.degrees["pp"] > 1:
-            if not are_finite:
-                self._raise_of_any_stage(refused)
+        norm = self.measure(spoil=self._sharded.writers if self._has_others else None)
+        finite, written = _read([norm] if loss is None else [norm, loss], self._sharded.writers)
+        if self._has_others:
+            if not finite[0]:  # on every rank
+                self._compare_written_everywhere(written)
+                norm = self.measure()
+                finite[0] = _are_finite(norm)
         elif written:
             self._sharded.compare_written()
-        if not are_finite:
+        if not all(finite):
             if loss is not None:
                 _check_finite(loss, "loss", steps_taken)
             norm = self.measure(torch.float64)  # squares of large numbers overflow in fp32
@@ -196,19 +196,22 @@ class FinalGradients:
             factor = clipping if factor is None else factor * clipping
         return CheckedGradients(None if factor is None or _is_one(factor) else factor)
 
-    def _refused_on_this_stage(self) -> str | None:
-        """Of a pipeline: what is wrong with what was written to the parameters of this rank's stages, if anything is.
-        Other stages do not know it; they learn from the norm that something is."""
-        if self._mesh.degrees["pp"] == 1 or not _read([], self._sharded.writers)[1]:
-            return None
-        try:
-            self._sharded.compare_written()
-        except RuntimeError as error:
-            return str(error)
-        return None
+    @property
+    def _has_others(self) -> bool:
+        """Whether there are ranks that are no data ranks of this one. What was written to their parts of the model, its
+        stages or shards, they compare with their own; the norm shows all ranks that someone has to."""
+        return self._mesh.dp_size < self._mesh.world_size
 
-    def _raise_of_any_stage(self, refused: str | None) -> None:
-        messages: list[str | None] = [None] * self._mesh.world_group.size()
+    def _compare_written_everywhere(self, written: bool) -> None:
+        """Compares what was `written`, by user code of some data rank, to this rank's part of the model. A collective
+        of all ranks, so that they raise together."""
+        refused: str | None = None
+        if written:
+            try:
+                self._sharded.compare_written()
+            except RuntimeError as error:
+                refused = str(error)
+        messages: list[str | None] = [None] * self._mesh.world_size
         dist.all_gather_object(messages, refused, group=self._mesh.world_group)
         for message in messages:
             if message is not None:
@@ -219,19 +222,19 @@ class FinalGradients:
         before, self.trained = self.trained, self._sharded.trained_masters()
         return [name for name in self.trained if name not in before]
 
-    def measure(self, dtype: torch.dtype | None = None, *, spoil: bool = False) -> torch.Tensor:
+    def measure(self, dtype: torch.dtype | None = None, *, spoil: torch.Tensor | None = None) -> torch.Tensor:
         """The L2 norm of the gradients as they are: a scalar in fp64, the same on every rank.
 
         Args:
             dtype: of the sum of squares; that of the gradients by default.
-            spoil: makes it NaN on every rank of a pipeline.
+            spoil: if it is above 0 on some rank, the norm is NaN on all.
         """
         return global_norm(
             self.trained.values(),
             self._num_shards,
             self._mesh.world_group,
             device=self._device,
-            always_sum=self._mesh.degrees["pp"] > 1,
+            always_sum=self._has_others,
             dtype=dtype,
             known=self._known_norm,
             spoil=spoil,
@@ -322,15 +325,13 @@ def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:
     )
 
 
-def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[bool, bool]:
-    """Whether all `values` are finite, and whether `flag` is above 0. One read from the device."""
+def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[list[bool], bool]:
+    """Which of `values` are finite, and whether `flag` is above 0. One read from the device."""
     if world().is_simulated:
-        return True, False
+        return [True] * len(values), False
     everything = values if flag is None else [*values, flag]
-    if not everything:
-        return True, False
     numbers = torch.stack([value.detach().double() for value in everything]).tolist()
-    return all(map(math.isfinite, numbers[: len(values)])), flag is not None and numbers[-1] > 0
+    return [math.isfinite(number) for number in numbers[: len(values)]], flag is not None and numbers[-1] > 0
 
 
 def _are_finite(*values: torch.Tensor) -> bool:
@@ -356,7 +357,7 @@ def global_norm(
     always_sum: bool = False,
     dtype: torch.dtype | None = None,
     known: Callable[[Any], torch.Tensor | None] | None = None,
-    spoil: bool = False,
+    spoil: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """L2 norm over the gradients of all `parameters`, on every rank the same: a scalar in fp64.
 
@@ -370,14 +371,14 @@ def global_norm(
             where ranks have different parameters, as in a pipeline.
         dtype: of the sum of squares; that of the gradients by default.
         known: this rank's norm of a parameter's gradient if it is known already, else None.
-        spoil: makes the norm NaN on every rank, with `always_sum`.
+        spoil: if it is above 0 on some rank, the norm is NaN on all, with `always_sum`.
     """
     world_size = group.size()
     with_gradient = [p for p in parameters if p.grad is not None]
     if not with_gradient:
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = _spoiled(torch.zeros((), dtype=torch.float64, device=device), spoil)
         if always_sum:
-            all_reduce_(total.fill_(torch.nan) if spoil else total, group, what="the norm of the gradient")
+            all_reduce_(total, group, what="the norm of the gradient")
         return total.sqrt()
     norms = _local_norms(with_gradient, dtype, known)
     if device is not None:  # offloaded gradients may be on another device
@@ -389,13 +390,17 @@ def global_norm(
         total = squares.sum() * (shards[0] / world_size)
     else:
         total = (squares * torch.tensor(shards, dtype=torch.float64, device=squares.device)).sum() / world_size
-    if spoil:
-        total = total * torch.nan
+    total = _spoiled(total, spoil)
     if always_sum or any(count > 1 for count in shards):
         all_reduce_(total, group, what="the norm of the gradient")
     else:
         total = total * world_size  # every rank holds everything
     return total.sqrt()
+
+
+def _spoiled(total: torch.Tensor, spoil: torch.Tensor | None) -> torch.Tensor:
+    """`total`, or NaN where `spoil` is above 0. Nothing is read from a GPU."""
+    return total if spoil is None else total.masked_fill(spoil.to(total.device) > 0, torch.nan)
 
 
 def _local_norms(

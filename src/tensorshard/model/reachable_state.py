@@ -277,6 +277,13 @@ def forward_classes(cls: type[nn.Module]) -> list[type[nn.Module]]:
     return [base for base in cls.__mro__ if issubclass(base, nn.Module) and not is_foreign(base.__module__)]
 
 
+def draws_on_host(model: nn.Module) -> bool:
+    """Whether the code of `model` draws from Python's or numpy's global random numbers. Decorators that check types
+    draw, too, which changes no result."""
+    classes = dict.fromkeys(cls for module in model.modules() for cls in forward_classes(type(module)))
+    return bool(used_by_forwards(classes).draws)
+
+
 def variables_around(function: FunctionType) -> Iterator[tuple[CellType, bool]]:
     """The variables of enclosing functions that `function` uses, and whether it may assign to each."""
     cells = function.__closure__

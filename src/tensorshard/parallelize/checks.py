@@ -247,12 +247,6 @@ def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_fully_shardable(model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.numel() == 0:
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} is empty, and zero=3 cannot shard it; use "
-                f"zero=2, or leave the parameter out (None)"
-            )
     by_dtype = {master_dtype(p.dtype): name for name, p in trained.items()}
     if len(by_dtype) > 1:
         examples = " and ".join(f"{name!r} ({_short(dtype)})" for dtype, name in by_dtype.items())

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
+from tensorshard.model.global_state import restored_globals
 from tensorshard.model.parameters import ParameterPlaces, like
 from tensorshard.parallelize.part import Part, PassContext
 from tensorshard.plan.mesh import Mesh
@@ -40,7 +41,8 @@ def choose_table(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = Non
     """
 
     def choose() -> VerifiedTable:
-        with source.real_buffers(), alone_in_the_world():
+        # Memoized functions may have asked for the size of the world.
+        with source.real_buffers(), restored_globals(source.module), alone_in_the_world():
             table = choose_tensor_table(
                 source.module,
                 mesh.degrees["tp"],

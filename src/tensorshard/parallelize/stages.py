@@ -1,5 +1,6 @@
 """Cuts a model into the stages of a pipeline. Each of a rank's stages goes through the passes as a full model does."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.weights.initial import TensorSource
+
+logger = logging.getLogger("tensorshard")
 
 _REMEDY = (
     "give parallelize(sample_inputs=...), inputs as for Engine.step, of any values and any sizes that the model takes"
@@ -105,6 +108,9 @@ def _traced(source: TensorSource, decisions: Decisions, context: PassContext, sa
     tracer = _tracer(source, context)
     with autocast(plan.precision, context.device):
         graph = _trace(tracer, source.module, sample_inputs)
+    if context.mesh.rank == 0:
+        for name, reason in tracer.joined.items():
+            logger.warning("one stage computes the whole of %r, and stages may be uneven, since %s", name, reason)
     traced = Traced(tracer, graph, {}, context.table)
     if decisions.traced is not None:
         decisions.traced[key] = traced

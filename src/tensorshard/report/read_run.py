@@ -15,8 +15,8 @@ import yaml
 from tensorshard.config import ConfigError
 from tensorshard.plan.plan import Plan
 from tensorshard.report.series import Series
+from tensorshard.trainer.records import Session, read_sessions
 from tensorshard.trainer.run_directory import RUNS, RunDirectory
-from tensorshard.trainer.session_record import Session, read_sessions
 
 MOST_RUNS = 8
 """The most runs in one report: there are only so many colours that are easy to tell apart."""

@@ -5,9 +5,8 @@ from html import escape
 
 from tensorshard.common.quantities import format_count, size_text
 from tensorshard.predict.page_frame import document, plan_section
+from tensorshard.report.charts import Line, line_chart, rank_chart
 from tensorshard.report.figures import Rows, differences, figures, notes, others, scores, speed_of
-from tensorshard.report.line_chart import Line, line_chart
-from tensorshard.report.rank_chart import rank_chart
 from tensorshard.report.read_run import MOST_RUNS, Run
 
 _COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#1b7c83", "#9a6700", "#6e7781")

@@ -21,7 +21,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 
 __all__ = ["KnownResult", "QuickFakeTensorMode"]
 
@@ -99,6 +99,8 @@ class QuickFakeTensorMode(FakeTensorMode):
         key, known = self._known(func, args, kwargs)
         if known is not None:
             return self._answer(known, args)
+        if any(map(_has_history, tree_leaves((args, kwargs)))):
+            args, kwargs = tree_map_only(torch.Tensor, _without_history, (args, kwargs))
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if key is not None and key not in _results:
             if len(_results) >= _MOST_RESULTS:
@@ -258,3 +260,13 @@ def _depends_on_shapes(func: Any) -> bool:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _has_history(leaf: Any) -> bool:
+    """Whether it is a tensor with values that results were written into, as code does that fills it in a loop. torch
+    keeps one fake tensor for it, from before it had a gradient, and takes the other for a mistake."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and leaf.grad_fn is not None
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if _has_history(tensor) else tensor

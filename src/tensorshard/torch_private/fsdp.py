@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
@@ -169,7 +168,7 @@ def refresh_dtypes(group: Any) -> None:
 
     Public way: none.
     """
-    if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+    if group._reduce_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
         group._init_mp_dtypes()
 
 
@@ -241,7 +240,8 @@ def reset_iteration(root: nn.Module) -> None:
 
     Checked: torch 2.11 and 2.13.
 
-    Public way: ``FSDPModule.reset_iter_state()``, from torch 2.13 on, which keeps gradients that no rank reduced yet.
+    Public way: ``FSDPModule.reset_iter_state()``, which is called here, too. In torch 2.13 it keeps gradients that no
+    rank reduced yet.
     """
     assert isinstance(root, FSDPModule)
     state: Any = root._get_fsdp_state()
@@ -249,32 +249,12 @@ def reset_iteration(root: nn.Module) -> None:
         return
     for group in parameter_groups(root):
         for fsdp_param in group.fsdp_params:
-            fsdp_param.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(fsdp_param):  # before torch 2.15; then it is the gradient below
+                fsdp_param.unsharded_accumulated_grad = None
             full = unsharded_parameter(fsdp_param)
             if full is not None:
                 full.grad = None
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-        return
-    state._comm_ctx.all_gather_state = None
-    state._comm_ctx.reduce_scatter_state = None
-    state._comm_ctx.post_forward_order.clear()
-    for each in state._state_ctx.all_states:
-        each._modules_to_run_forward.clear()
-        each._training_state = TrainingState.IDLE
-        for group in _groups_of(each):
-            result, group._all_gather_result = group._all_gather_result, None
-            if result is not None and isinstance(result.all_gather_work, dist.Work):
-                result.all_gather_work.wait()
-            group._post_reduce_event = None
-            group._all_reduce_state = None
-            group._reshard_after_forward_event = None
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = TrainingState.IDLE
-            group._to_sharded()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
+    root.reset_iter_state()
 
 
 def is_pre_backward_hook(hook: Any) -> bool:

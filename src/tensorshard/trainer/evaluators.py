@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorshard.engine.engine import Engine
 from tensorshard.model.batches import to_device
-from tensorshard.trainer.step_record import BatchSize
+from tensorshard.trainer.records import BatchSize
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

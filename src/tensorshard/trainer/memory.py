@@ -1,6 +1,8 @@
 """Peak memory of this process, on whatever device it trains."""
 
 import resource
+import shutil
+import subprocess
 from pathlib import Path
 
 import torch
@@ -62,3 +64,18 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+_QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+
+
+def memory_of_gpus() -> int | None:
+    """Bytes of the smallest GPU; None without ``nvidia-smi``. It starts no CUDA context."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        said = subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=20, check=True).stdout
+        return min(int(line) for line in said.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

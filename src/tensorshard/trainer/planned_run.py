@@ -16,8 +16,8 @@ from tensorshard.plan.plan import Plan
 from tensorshard.predict.hardware import Hardware, hardware_here
 from tensorshard.predict.search import PlanSearch, find_plans
 from tensorshard.predict.search.problem import SEARCHED
-from tensorshard.trainer.gpu_memory import memory_of_gpus
 from tensorshard.trainer.initial_model import initial_model
+from tensorshard.trainer.memory import memory_of_gpus
 from tensorshard.trainer.settings import SECTIONS
 
 AUTO = "auto"

@@ -45,9 +45,9 @@ from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
+from tensorshard.trainer.records import Session, write_session
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
-from tensorshard.trainer.session_record import Session, write_session
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.config_error import suggest
 from tensorshard.plan.plan import Plan
-from tensorshard.trainer.hooks.profile_hook import profiled_steps
+from tensorshard.trainer.hooks.profiling import profiled_steps
 from tensorshard.trainer.loggers import chosen_services
 
 SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")

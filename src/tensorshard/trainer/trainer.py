@@ -6,7 +6,7 @@ from typing import Any
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.interruption import StopRequest
-from tensorshard.trainer.step_record import BatchSize, StepRecord
+from tensorshard.trainer.records import BatchSize, StepRecord
 
 
 class Trainer:

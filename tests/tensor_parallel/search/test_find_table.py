@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from table_models import build
 from tensorshard.tensor_parallel.search.find_table import NoTableError, find_tensor_plan
 from tensorshard.tensor_parallel.search.published_tables import published_table
+from tensorshard.tensor_parallel.table.table import TensorTable
 
 
 def find(model: nn.Module, size: int = 2, inputs: torch.Tensor | None = None) -> dict[str, str]:
@@ -273,3 +274,38 @@ def test_where_the_whole_is_wrong_the_largest_part_that_is_right_is_split():
     assert table == {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "embedding": "vocab"}
     assert set(found.whole) == {"blocks.*", "blocks.*.qkv", "blocks.*.output"}
     assert all(reason.startswith("the model around it does not compute the same") for reason in found.whole.values())
+
+
+class Rotated(nn.Module):
+    """Attention with parameters between its split layers: a module's, and one of its own."""
+
+    def __init__(self, rotation: nn.Module, norm: nn.Parameter) -> None:
+        super().__init__()
+        self.rotation, self.scale = rotation, norm
+        self.qkv, self.out = nn.Linear(32, 96, bias=False), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k = self.rotation(q) * self.scale, self.rotation(k)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_parameters_between_split_layers_that_blocks_share_have_one_name():
+    rotation, scale = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
+    blocks = nn.Sequential(*(Rotated(rotation, scale) for _ in range(2)))
+    found = find_tensor_plan(blocks, 2, inputs=torch.randn(2, 5, 32)).plan
+    styles = found.resolve(blocks)
+    assert str(styles["0.scale"]) == str(styles["0.rotation.weight"]) == "replicate(sum_grad)"
+    assert str(styles["0.out"]) == str(styles["1.out"]) == "rowwise"
+    assert str(styles["1.scale"]) == "replicate(sum_grad)"  # tied, and read at two places
+    assert not any(name.startswith("1.rotation") for name in styles)
+
+
+def test_a_table_may_use_any_name_of_what_is_shared():
+    rotation, scale = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
+    blocks = nn.Sequential(*(Rotated(rotation, scale) for _ in range(2)))
+    styles = TensorTable.from_dict({"1.scale": "replicate", "1.rotation": "replicate(sum_grad)"}).resolve(blocks)
+    assert {name: str(style) for name, style in styles.items()} == {
+        "1.scale": "replicate",
+        "0.rotation": "replicate(sum_grad)",
+    }

@@ -1,7 +1,9 @@
 """Models whose own code computes derivatives through their units, which stages cannot: each has a part of the graph."""
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,7 +20,17 @@ _REMEDY = (
 
 
 class UncuttableError(ValueError):
-    """A model cannot be cut into stages for any inputs. The message says why."""
+    """A model cannot be cut into stages for any inputs. The message says why.
+
+    Args:
+        cause: what the model does.
+        rest: what stands in the way then, and what would work.
+        whole: the module that has to be one unit, if that would do; "" if it is the model, or none would.
+    """
+
+    def __init__(self, cause: str, rest: str = "", whole: str = "") -> None:
+        super().__init__(cause + rest)
+        self.cause, self.whole = cause, whole
 
 
 class WithoutDerivatives(TorchFunctionMode):
@@ -62,30 +74,44 @@ def _within_a_unit(func: Any, args: Any, kwargs: Any) -> Any:
     return gradients
 
 
-def check_differentiable(unit: str) -> None:
+def check_differentiable(unit: str, around: str) -> None:
     """Refuses a call of `unit` from code that computes its gradients itself.
+
+    Args:
+        around: the module whose code runs.
 
     Raises:
         UncuttableError: the caller runs inside of the forward of an autograd function, or of a torch.func transform.
     """
     if is_function_transformed():
         raise UncuttableError(
-            f"the model calls {unit!r} inside of a function that torch.func transforms (grad, vjp, vmap); {_REMEDY}"
+            f"the model calls {unit!r} inside of a function that torch.func transforms (grad, vjp, vmap)",
+            f"; {_REMEDY}",
+            around,
         )
     if torch.is_grad_enabled():  # the forward of an autograd function runs without gradients
         return
+    forwards = dict(_forwards_of(torch.autograd.Function))
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is _APPLY:
-            name = getattr(frame.f_locals.get("cls"), "__name__", "a function")
+        if frame.f_code in forwards:
             raise UncuttableError(
-                f"the model calls {unit!r} inside of {name}.forward, an autograd function that computes the gradients "
-                f"of its modules itself (as reversible networks do), so {_REMEDY}"
+                f"the model calls {unit!r} inside of {forwards[frame.f_code]}.forward, an autograd function that "
+                f"computes the gradients of its modules itself (as reversible networks do)",
+                f", so {_REMEDY}",
+                around,
             )
         frame = frame.f_back  # type: ignore[assignment]
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _forwards_of(function: type) -> Iterator[tuple[CodeType, str]]:
+    """The code of the forward of every class derived from `function`, with the class's name."""
+    derived: list[Any] = function.__subclasses__()
+    for cls in derived:
+        code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+        if code is not None and "forward" in vars(cls):
+            yield code, cls.__name__
+        yield from _forwards_of(cls)
 
 
 class DetachedAlias(torch.autograd.Function):

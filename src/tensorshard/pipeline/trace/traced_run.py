@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.forwards import Role, forward_within
-from tensorshard.model.reachable_state import forward_classes, used_by_forwards
+from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_states
 from tensorshard.model.tensors import TensorSpec, map_tensors, storage_key, take_apart, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
@@ -74,9 +74,8 @@ class TracedRun:
 
     @cached_property
     def _code_draws(self) -> bool:
-        """Whether the model's code draws from Python or numpy; decorators that check types draw, too."""
-        classes = {base for module in self._copy.modules() for base in forward_classes(type(module))}
-        return bool(used_by_forwards(classes).draws)
+        """Whether the model's code draws from Python or numpy."""
+        return draws_on_host(self._copy)
 
     def _check_host_draws(self, unit: str | None = None) -> None:
         """Refuses code between units that draws from Python or numpy: stages leave the forward at different places."""
@@ -94,6 +93,10 @@ class TracedRun:
         """The module outside of units that is running."""
         return self._inside[-1] if self._inside else ""
 
+    def _around(self, unit: str) -> str:
+        """The module whose code calls `unit`."""
+        return next((name for name in reversed(self._inside) if name != unit), "")
+
     # -- units --
 
     def begin(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
@@ -106,7 +109,7 @@ class TracedRun:
                     f"the model recomputes {name!r} by torch.utils.checkpoint with use_reentrant=True, which a "
                     f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
                 )
-            check_differentiable(name)
+            check_differentiable(name, self._around(name))
             self._check_host_draws(name)
             self.sources.begin_call(len(self.calls), tensor_leaves((args, kwargs)))
             self._estimated = False
@@ -119,8 +122,9 @@ class TracedRun:
             return forward(*args, **kwargs)
         if not self._running:
             raise UncuttableError(
-                f"the model calls {name}.forward(...) itself, which passes by the hooks that stages run a module with; "
-                f"call the module, as in {name}(...), or name an enclosing module as one unit (pp_units)"
+                f"the model calls {name}.forward(...) itself, which passes by the hooks that stages run a module with",
+                f"; call the module, as in {name}(...), or name an enclosing module as one unit (pp_units)",
+                self._around(name),
             )
         unit = self._copy.get_submodule(name)
         self._saved = _SavedBytes(unit)

@@ -44,6 +44,10 @@ class Tracer:
         device: of the tensors in the runs. If training uses another device, types under autocast may differ.
         prepare: called with the copy, under the mode of its fake tensors, after its units were found. It does what is
             done to the model itself.
+
+    Attributes:
+        unit_names: the modules that are computed by one stage each.
+        joined: modules that became one unit in a run, since their code needs all that they hold; and why.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class Tracer:
     ) -> None:
         self.device = torch.device(device)
         self.unit_names = list(find_units(model, units))
+        self.joined: dict[str, str] = {}
+        self._may_join = units is None
         self._fake = QuickFakeTensorMode()
         with without_dispatch_modes():
             self._copy = make_fake_copy(model, self._fake, self.device)
@@ -73,7 +79,7 @@ class Tracer:
 
     def trace(self, inputs: Any) -> CallGraph:
         """Runs on sample `inputs`, with gradients, again and again until every module that must not run twice is a
-        unit.
+        unit, and so is every one whose code needs all that it holds: it computes gradients through it, say.
 
         Args:
             inputs: as for ``Engine.step``; their values matter only to code that looks at them.
@@ -82,10 +88,16 @@ class Tracer:
             UncuttableError: outside of units the model's code depends on a value that a unit computed, changes a buffer
                 by it, or has hooks on backward; or the model calls no units.
         """
-        self._check_backward_hooks()
         while True:
-            with torch.enable_grad():
-                graph, impure = self._run(inputs)
+            self._check_backward_hooks()
+            try:
+                with torch.enable_grad():
+                    graph, impure = self._run(inputs)
+            except UncuttableError as error:
+                if not error.whole or not self._may_join:
+                    raise
+                self._join(error.whole, error.cause)
+                continue
             names = [name for name in sorted(impure) if name not in self.unit_names]
             if not names:
                 return graph
@@ -168,6 +180,16 @@ class Tracer:
 
     # -- internals --
 
+    def _join(self, name: str, reason: str) -> None:
+        """Makes the module `name` one unit, in place of those inside of it."""
+        inside = [unit for unit in self.unit_names if unit.startswith(f"{name}.")]
+        self.unit_names[:] = [unit for unit in self.unit_names if unit not in inside]
+        self.unit_names.append(name)
+        for joined in [joined for joined in self.joined if joined.startswith(f"{name}.")]:
+            del self.joined[joined]
+        self.joined[name] = reason
+        self._watch(name)
+
     def _unit_parameters(self) -> dict[str, tuple[str, ...]]:
         return {
             name: tuple(
@@ -212,16 +234,18 @@ class Tracer:
         self._watched |= {f"{name}.{inner}".rstrip(".") for inner, _ in unit.named_modules()}
 
     def _begun(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._recording is not None:
+        if self._recording is not None and name in self.unit_names:
             self._recording.begin(name, unit, args, kwargs)
 
     def _computed(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        if self._recording is None:
+        if self._recording is None or name not in self.unit_names:
             return forward(*args, **kwargs)
         return self._recording.compute(name, forward, args, kwargs)
 
     def _ended(self, name: str, unit: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._recording is None else self._recording.end(name, unit, output)
+        if self._recording is None or name not in self.unit_names:
+            return None
+        return self._recording.end(name, unit, output)
 
     def _entered(self, name: str, module: nn.Module, args: Any) -> None:
         if self._recording is not None:

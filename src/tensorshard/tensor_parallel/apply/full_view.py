@@ -103,6 +103,9 @@ class FullView(Watch):
                     f"gathered copy: write to it after the backward"
                 )
             if isinstance(held, DTensor):
+                note_write = getattr(held, "note_write", None)  # the data ranks compare what was written
+                if note_write is not None:
+                    note_write(part)
                 shard_of(held).copy_(distribute_like(part, held).to_local())
             else:
                 held.copy_(part)

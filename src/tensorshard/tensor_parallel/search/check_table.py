@@ -14,7 +14,15 @@ from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Style, Vocab
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import STYLES, SUM_GRADIENTS, Gather, Slice
-from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, is_inside, join_names, starred
+from tensorshard.tensor_parallel.table.table import (
+    TensorTable,
+    VerifiedTable,
+    collapse,
+    first_names,
+    is_inside,
+    join_names,
+    starred,
+)
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
@@ -85,13 +93,14 @@ def check_around_run(
     styles = table.resolve(model)
     units = find_units(model)
     checker = _Checker(checks, run)
+    first = first_names(model)
     shared_inputs: list[tuple[str, ...]] = []
     for name, call in run.calls.items():
         inner = styles_inside(name, styles)
         if inner:
             completed, shared = checker.check(name, units[name], call, inner)
-            styles.update({join_names(name, key): style for key, style in completed.items()})
-            shared_inputs += [tuple(join_names(name, layer) for layer in layers) for layers in shared]
+            styles.update({first[join_names(name, key)]: style for key, style in completed.items()})
+            shared_inputs += [tuple(first[join_names(name, layer)] for layer in layers) for layers in shared]
     complete = collapse(styles, model)
     sequence: dict[str, SequenceSplit] = {}
     refused: dict[str, str] = {}
@@ -194,7 +203,7 @@ def _check_whole(
         name: style for name, style in styles.items() if not style.always_right and not is_inside(name, run.calls)
     }
     if checks.around is None:
-        checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size)
+        checks.around = ModelCheck(_smallest_that_runs(model, run), run.inputs, checks.size, run.capture.training)
     smaller = checks.around.model
     if sum(p.numel() for p in smaller.parameters()) > _LARGEST_MODEL:
         if outside:
@@ -208,7 +217,7 @@ def _check_whole(
     if sequence:
         capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
         sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
-    kept = modules | {name for name, _ in smaller.named_parameters()}
+    kept = modules | {name for name, _ in smaller.named_parameters(remove_duplicate=False)}
     checks.forget_large()
     inside = {name: style for name, style in styles.items() if name in kept}
     try:

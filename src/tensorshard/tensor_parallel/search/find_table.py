@@ -19,7 +19,14 @@ from tensorshard.tensor_parallel.search.unpaired_layers import (
 )
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Style
-from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable, collapse, join_names, starred
+from tensorshard.tensor_parallel.table.table import (
+    TensorTable,
+    VerifiedTable,
+    collapse,
+    first_names,
+    join_names,
+    starred,
+)
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
 from tensorshard.tensor_parallel.verify.inner_checks import KnownModules
@@ -68,7 +75,7 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
         del units[name], run.calls[name], searches[name]
         whole[name] = reason
     styles: dict[str, Style] = {}
-    first = _first_names(model)  # a module that several blocks share is split once
+    first = first_names(model)  # a module that several blocks share is split once
     for name, search in searches.items():
         styles.update({first[join_names(name, key)]: style for key, style in search.styles().items()})
         whole.update({first[join_names(name, key)]: reason for key, reason in search.whole.items()})
@@ -131,15 +138,6 @@ def _search_all(
             unexamined[name], search = search, BlockSearch()
         searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
     return searches, unexamined
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a module or parameter, the name that a table uses. Shared modules have several names."""
-    first: dict[nn.Module, str] = {}
-    modules = {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    own = {name: join_names(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in parameters}
-    return modules | own
 
 
 def _regions_of_names(searches: Mapping[str, BlockSearch]) -> dict[str, str]:

@@ -87,10 +87,14 @@ class TensorTable:
         """
         names = [name for name, _ in model.named_modules() if name or "" in self.entries]  # "" names the module itself
         names += [name for name, _ in model.named_parameters()]
+        styles: dict[str, Style] = {}
         for pattern in self.entries:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(_nothing_matches(pattern, names))
-        styles: dict[str, Style] = {}
+                # Another name of what is shared. A tied parameter has a style at each of its places.
+                others = {first for name, first in first_names(model).items() if fnmatchcase(name, pattern)}
+                if not others:
+                    raise ValueError(_nothing_matches(pattern, names))
+                styles.update(dict.fromkeys(others, self.entries[pattern]))
         for name in names:
             if name in self.entries:
                 styles[name] = self.entries[name]
@@ -170,11 +174,21 @@ def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorTable:
     entries: dict[str, Style] = {}
     for name, style in styles.items():
         pattern = starred(name)
-        uniform = len(members[pattern]) > 1 and all(styles.get(other) == style for other in members[pattern])
+        alike = members.get(pattern, [])  # of a tied parameter, one place is among them
+        uniform = name in alike and len(alike) > 1 and all(styles.get(other) == style for other in alike)
         # `*` also matches dots. A glob must not match names at another depth that have another style.
         exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
         entries[pattern if uniform and exact else name] = style
     return TensorTable(entries)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a module or parameter, the name that a table uses. Shared modules have several names."""
+    first: dict[nn.Module, str] = {}
+    modules = {name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)}
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    own = {name: join_names(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in parameters}
+    return modules | own
 
 
 def starred(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,15 @@ from torch import nn
 
 from tensorshard.model.batches import call_arguments, call_model
 from tensorshard.model.fake_copies import follow_run
+from tensorshard.model.forwards import runs_forward_of
 from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.no_dropout import WithoutDropout, train_without_dropout
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import map_tensors_once, storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
-from tensorshard.torch_private.modules import own_parameters
+from tensorshard.torch_private.modules import BatchNormBase, own_parameters
 from tensorshard.torch_private.pytree import tree_leaves
 
 Output = tuple[str, int]
@@ -45,6 +47,24 @@ class BlockCall:
     names: str = ""
 
 
+@dataclass(frozen=True)
+class InTraining:
+    """What a block or a model does in training.
+
+    Args:
+        differs: whether its code runs other operations than in evaluation; dropout and batch norms do not count.
+        written: names of the parameters and buffers that its forward writes.
+    """
+
+    differs: bool = False
+    written: frozenset[str] = frozenset()
+
+    def inside(self, name: str) -> "InTraining":
+        """What can be said of the module `name` in it."""
+        prefix = f"{name}." if name else ""
+        return replace(self, written=frozenset(k.removeprefix(prefix) for k in self.written if k.startswith(prefix)))
+
+
 @dataclass
 class Capture:
     """What one run of a model showed.
@@ -60,6 +80,8 @@ class Capture:
             of the model.
         repeated: blocks that were called more than once.
         names: a digest of the names of all operations.
+        training: what the model does in training.
+        trained_otherwise: blocks of which :attr:`InTraining.differs` holds.
     """
 
     calls: dict[str, BlockCall]
@@ -70,6 +92,8 @@ class Capture:
     readers: dict[str, str] = field(default_factory=dict)
     forward_readers: dict[str, str] = field(default_factory=dict)
     names: str = ""
+    training: InTraining = InTraining()
+    trained_otherwise: frozenset[str] = frozenset()
 
     def note_reads(self, other: "Capture") -> None:
         """Adds which parameters `other`, a run in training, has read: some are read there alone."""
@@ -101,23 +125,39 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         inputs: as for ``Engine.step``; only their shapes and types matter.
     """
 
+    watching: list[BlockOutputs] = []
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+
     def follow(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> BlockOutputs:
-        return BlockOutputs(fake, fake_copy, blocks)
+        watching.append(BlockOutputs(fake, fake_copy, blocks))
+        return watching[-1]
 
     def run_in_training(copied: nn.Module, samples: Any, outputs: BlockOutputs) -> None:
-        copied.train()
-        run(copied, samples, outputs)
+        train_without_dropout(copied)
+        for parameter, requires_grad in zip(copied.parameters(), trained, strict=True):
+            parameter.requires_grad_(requires_grad)  # code may write into those that are not trained
+        with WithoutDropout():
+            run(copied, samples, outputs)
 
     # With gradients: which inputs of a block have gradients is one of the results.
     def run(copied: nn.Module, samples: Any, outputs: BlockOutputs) -> None:
         outputs.returned(call_model(copied, samples))
 
-    capture = follow_run(model, inputs, follow, run).capture
+    evaluated = follow_run(model, inputs, follow, run)
+    capture = evaluated.capture
+    watching.clear()
     try:
-        capture.note_reads(follow_run(model, inputs, follow, run_in_training).capture)
+        training = follow_run(model, inputs, follow, run_in_training)
     except Exception as error:  # a model may need other inputs in training
         if not raised_by_model(error):
             raise
+        written = frozenset(watching[-1].written if watching else ())
+        capture.training = InTraining(written=written)
+        return capture
+    capture.note_reads(training.capture)
+    differing = {name for name, code in training.code.items() if evaluated.code.get(name) != code}
+    capture.trained_otherwise = frozenset(differing)
+    capture.training = InTraining("" in differing, frozenset(training.written))
     return capture
 
 
@@ -128,6 +168,11 @@ class BlockOutputs(Provenance[Output]):
         fake: the mode of the fake tensors.
         model: a model on fake tensors. It is given hooks.
         blocks: names of the modules to watch.
+
+    Attributes:
+        code: a digest of the names of the operations in each block's first call, and in the model (""), without what
+            torch's own batch norms do, which count their batches in training.
+        written: names of the parameters and buffers that an operation has changed in place.
     """
 
     def __init__(self, fake: FakeTensorMode, model: nn.Module, blocks: Iterable[str]) -> None:
@@ -136,6 +181,14 @@ class BlockOutputs(Provenance[Output]):
         self._running: list[str] = []  # blocks
         self._digests: dict[str, _Digests] = {}  # of the blocks that run for the first time
         self._digest = _Digests()  # of the model
+        self.code: dict[str, int] = {"": 0}
+        self._coding: list[str] = [""]  # the blocks whose `code` is being made
+        self.written: set[str] = set()
+        self._held: dict[int, list[str]] = {}  # names of parameters and buffers, by storage
+        for held in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+            for name, tensor in held:
+                self._held.setdefault(storage_key(tensor), []).append(name)
+        self._batch_norms = 0  # torch's own that are running
         self._returned: dict[int, Output] = {}  # by the tensors' ids; they are kept
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
         self._own: list[tuple[set[int], bool]] = []  # parameters of the modules that are running; whether splittable
@@ -148,6 +201,9 @@ class BlockOutputs(Provenance[Output]):
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(self._module_begun, name))
             module.register_forward_hook(self._module_ended)
+            if runs_forward_of(module, BatchNormBase):
+                module.register_forward_pre_hook(self._batch_norm_begun)
+                module.register_forward_hook(self._batch_norm_ended)
             own = {storage_key(p) for p in own_parameters(module).values()}
             if own:
                 splittable = as_splittable(module) is not None
@@ -180,6 +236,11 @@ class BlockOutputs(Provenance[Output]):
             described = _described(operation) if self._digests else b""
             for digest in (self._digest, *self._digests.values()):
                 digest.add(operation, described)
+            if not self._batch_norms:
+                for block in self._coding:
+                    self.code[block] = hash((self.code[block], operation.func))
+        for tensor in operation.written:
+            self.written.update(self._held.get(storage_key(tensor), ()))
 
     def _note_reader(self, parameter: str) -> None:
         around = [name for name in self._modules if name and parameter.startswith(f"{name}.")]
@@ -200,6 +261,9 @@ class BlockOutputs(Provenance[Output]):
         meta_args, meta_kwargs = map_tensors_once(_on_meta, (args, kwargs))
         self.capture.calls[name] = BlockCall(meta_args, meta_kwargs, providers)
         self._digests[name] = _Digests()
+        if name:
+            self.code[name] = 0
+            self._coding.append(name)
 
     def _end(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
@@ -208,9 +272,17 @@ class BlockOutputs(Provenance[Output]):
         if name in self._digests:
             digests, call = self._digests.pop(name), self.capture.calls[name]
             call.operations, call.names = digests.operations.hexdigest(), digests.names.hexdigest()
+            if name:
+                self._coding.remove(name)
         for index, leaf in enumerate(tensor_leaves(output)):
             self._returned[id(leaf)] = (name, index)
             self.set(leaf, [(name, index)])
+
+    def _batch_norm_begun(self, *_: Any) -> None:
+        self._batch_norms += 1
+
+    def _batch_norm_ended(self, *_: Any) -> None:
+        self._batch_norms -= 1
 
     def _layer_ended(self, *_: Any) -> None:
         self._own.pop()

@@ -4,8 +4,8 @@ The split block runs on as many simulated ranks as there will be, through the sa
 weights. :mod:`.comparison` compares the results.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -20,12 +20,13 @@ from tensorshard.model.fake_copies import (
     copy_with,
     gentle_values,
     is_large_matrix,
-    mixed_mask,
     pooled_values,
     random_values,
 )
 from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.no_dropout import train_without_dropout
 from tensorshard.model.provenance import OperationCounter
+from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors, map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
@@ -36,21 +37,20 @@ from tensorshard.tensor_parallel.table.layer_styles import LayerStyle, Style
 from tensorshard.tensor_parallel.table.layouts import Layout, SequenceSplit, local_shard, shard_view
 from tensorshard.tensor_parallel.table.styles import Channels
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining
+from tensorshard.tensor_parallel.verify.block_run import Expected, random_input, run_full, run_split
 from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
 from tensorshard.tensor_parallel.verify.comparison import (
     Agreement,
     BlockRun,
     MismatchError,
-    compare_full_outputs,
     compare_gradients,
     compare_outputs,
-    differing_dim,
     not_running,
 )
 from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
 from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
-from tensorshard.torch_private.modules import DropoutBase
+from tensorshard.tensor_parallel.verify.training_check import TrainingCheck
 from tensorshard.torch_private.tensors import tensor_version
 
 # Gradients are compared for parameters of up to this many elements. Those of large matrices follow from activations'.
@@ -78,6 +78,7 @@ class BlockCheck:
         compact: whether large matrices take little memory, as :func:`tensorshard.model.fake_copies.compact_values`
             makes them. A few layers cannot compute with these.
         read_outside: names of its parameters that code outside of the block reads, which must stay whole.
+        training: what it does in training, if that is known.
     """
 
     def __init__(
@@ -90,15 +91,19 @@ class BlockCheck:
         dtype: torch.dtype = torch.float32,
         compact: bool = False,
         read_outside: frozenset[str] = frozenset(),
+        training: InTraining = InTraining(),  # noqa: B008
     ) -> None:
         self.size = size
         self._kept = own_inputs, dtype, compact
         self._read_outside = read_outside
+        self.training = training
+        self._frozen = {name for name, parameter in block.named_parameters() if not parameter.requires_grad}
+        self._in_training: TrainingCheck | None = None
         self._by_channel: dict[tuple[str, int], bool] = {}
         self._as_linear: dict[tuple[str, bool], bool] = {}
         for gentle in (False, True):
             self._prepare(block, call, gentle)
-            self.expected = self._full_run()
+            self._expected = self._full_run()
             # Code may take roots and logarithms of parameters, and a deep network of large weights overflows.
             if self.expected.is_a_number:
                 break
@@ -124,12 +129,11 @@ class BlockCheck:
             parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() <= _LARGEST_GRADIENT)
 
         def input(leaf: torch.Tensor) -> torch.Tensor:
-            value = leaf.detach() if own_inputs else _random_input(leaf, generator, dtype)
+            value = leaf.detach() if own_inputs else random_input(leaf, generator, dtype)
             value = value.abs() if gentle and not own_inputs and value.is_floating_point() else value
             return value.requires_grad_(leaf.requires_grad)
 
         self._given = map_tensors_once(input, (call.args, call.kwargs))
-        self._cotangents: list[torch.Tensor] = []
         self._generator = generator
         self._tensors = [*self._block.parameters(), *self._block.buffers()]
         held = [value for module in self._block.modules() for value in vars(module).items()]
@@ -138,9 +142,13 @@ class BlockCheck:
         }
         # Those that a forward may write. Copies share the others.
         self._written = {id(tensor) for tensor in self._tensors if tensor.numel() <= _LARGEST_GRADIENT}
-        self._written_names = self._written_in_training()
 
-    def _full_run(self) -> BlockRun:
+    @property
+    def expected(self) -> BlockRun:
+        """What the block computes on one device, in evaluation."""
+        return self._expected.run
+
+    def _full_run(self) -> Expected:
         """What the full block computes: in evaluation, or, if it does not run backward there, in training.
 
         A copy runs, since some modules keep values of a run (LeViT its biases), which split copies must not have.
@@ -151,8 +159,7 @@ class BlockCheck:
             if not raised_by_model(error):
                 raise
             first = error
-        for module in self._block.modules():
-            module.training = not isinstance(module, DropoutBase)
+        train_without_dropout(self._block)
         try:
             return self._run_noting_writes()
         except Exception as error:
@@ -160,12 +167,12 @@ class BlockCheck:
                 raise
             raise first from None
 
-    def _run_noting_writes(self) -> BlockRun:
+    def _run_noting_writes(self) -> Expected:
         copied = self.make_copy()
         before = host_random_states()
         with self._noting_writes(copied) as written, host_random_restored():
-            expected = self._run(copied, self._given, None)
-            self._draws = host_random_states() != before
+            expected = run_full(copied, self._given, self._generator)
+            self._draws = host_random_states() != before and draws_on_host(copied)
         self._written = written
         return expected
 
@@ -179,23 +186,24 @@ class BlockCheck:
         pairs = zip(self._tensors, copies, versions, strict=True)
         written.update(id(own) for own, copy, version in pairs if tensor_version(copy) != version)
 
-    def _written_in_training(self) -> frozenset[str]:
-        """Names of the parameters that the block's forward writes, such as weights that it normalizes in place."""
-        copied = self.make_copy().train()
-        args, kwargs = self.make_inputs()
-        with self._noting_writes(copied) as written, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            try:
-                copied(*args, **kwargs)
-            except Exception as error:  # any error of the model in training on random values
-                if not raised_by_model(error):
-                    raise
-        return frozenset(name for name, parameter in self._block.named_parameters() if id(parameter) in written)
-
     def make_copy(self) -> nn.Module:
         """A copy of the block, with its values, to change and run. Its configs are shared: they are only read."""
+        return self._copy(self._written)
+
+    def _copy_to_train(self) -> nn.Module:
+        named = (*self._block.named_parameters(), *self._block.named_buffers())
+        small = {id(tensor) for tensor in self._tensors if tensor.numel() <= _LARGEST_GRADIENT}
+        copied = self._copy(small | {id(tensor) for name, tensor in named if name in self.training.written})
+        train_without_dropout(copied)
+        for name, parameter in copied.named_parameters():  # code may write into those that are not trained
+            parameter.requires_grad_(parameter.requires_grad and name not in self._frozen)
+        return copied
+
+    def _copy(self, written: Container[int]) -> nn.Module:
+        """A copy with memory of its own for the tensors whose ids are among `written`."""
         made: dict[int, Any] = dict(self._configs)
         for tensor in self._tensors:
-            own = tensor.detach().clone() if id(tensor) in self._written else tensor.detach()
+            own = tensor.detach().clone() if id(tensor) in written else tensor.detach()
             made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
         return copy_module(self._block, made)
 
@@ -259,6 +267,15 @@ class BlockCheck:
             layouts, runs = self._split_runs_of_views(split, sliced, counter)
             agreement = compare_outputs(runs, self.expected)
             compare_gradients(runs, self.expected, layouts, sliced)
+            if self.training.differs:
+                if self._in_training is None:
+                    self._in_training = TrainingCheck(self._copy_to_train, self._given, self._generator)
+                self._in_training.check(
+                    self.size,
+                    lambda copied, group: self._split(copied, group, split, layouts, sliced),
+                    layouts,
+                    sliced,
+                )
         except MismatchError as error:
             error.operations = counter.operations
             raise
@@ -323,8 +340,9 @@ class BlockCheck:
 
     def _check_whole(self, layouts: Mapping[str, Layout]) -> None:
         """Refuses a split of parameters that each rank needs whole."""
+        parameters = {name for name, _ in self._block.named_parameters()}
         for names, why in (
-            (self._written_names, "the forward writes {} in place"),
+            (self.training.written & parameters, "the forward writes {} in place"),
             (self._read_outside, "code outside of the block reads {}"),
         ):
             for name in sorted(names):
@@ -363,16 +381,28 @@ class BlockCheck:
         sliced: Mapping[int, Layout],
         counter: OperationCounter,
     ) -> BlockRun:
-        rank, size = group.rank(), group.size()
         split_block = self.make_copy()
-        apply_tensor_parallel(split_block, TensorTable(dict(split.styles)), group, shared_inputs=split.shared_inputs)
-        apply_sequence_parallel(split_block, split.sequence, group, shared_inputs=split.shared_inputs)
+        given = self._split(split_block, group, split, layouts, sliced)
+        return run_split(split_block, given, group, self._expected, counter if group.rank() == 0 else None)
+
+    def _split(
+        self,
+        copied: nn.Module,
+        group: dist.ProcessGroup,
+        split: _Split,
+        layouts: Mapping[str, Layout],
+        sliced: Mapping[int, Layout],
+    ) -> Any:
+        """Makes `copied`, a full copy of the block, a rank's part of it; returns the arguments of that rank."""
+        rank, size = group.rank(), group.size()
+        apply_tensor_parallel(copied, TensorTable(dict(split.styles)), group, shared_inputs=split.shared_inputs)
+        apply_sequence_parallel(copied, split.sequence, group, shared_inputs=split.shared_inputs)
         with torch.no_grad():
-            for name, parameter in split_block.named_parameters():
+            for name, parameter in copied.named_parameters():
                 parameter.data = shard_view(
                     parameter.data, layouts[name], rank, size, apart=self._views and is_large_matrix(parameter)
                 )
-            shard_buffers(split_block, layouts, rank, size)
+            shard_buffers(copied, layouts, rank, size)
         indices = count()
 
         def own(leaf: torch.Tensor) -> torch.Tensor:
@@ -381,49 +411,4 @@ class BlockCheck:
                 return leaf
             return local_shard(leaf.detach(), sliced[index], rank, size).requires_grad_(leaf.requires_grad)
 
-        return self._run(split_block, map_tensors(own, self._given), group, counter if rank == 0 else nullcontext())
-
-    def _run(
-        self,
-        block: nn.Module,
-        given: Any,
-        group: dist.ProcessGroup | None,
-        counter: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
-    ) -> BlockRun:
-        given = map_tensors_once(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), given)
-        tensors = tensor_leaves(given)
-        # A block may write into its inputs, which autograd does not allow for leaves.
-        args, kwargs = map_tensors_once(torch.clone, given)
-        with counter:
-            outputs = tensor_leaves(block(*args, **kwargs))
-        if group is None:
-            self._cotangents = [torch.randn(o.shape, generator=self._generator) for o in outputs]
-        else:
-            compare_full_outputs(outputs, self.expected.outputs)  # before backward, which takes longer
-        total = torch.zeros(())
-        for output, cotangent in zip(outputs, self._cotangents, strict=True):
-            if output.requires_grad:
-                total = total + (output * _shard_like(cotangent, output, group)).sum()
-        if total.requires_grad:
-            total.backward()
-        return BlockRun(
-            [output.detach() for output in outputs],
-            [tensor.grad for tensor in tensors],
-            {name: p.grad for name, p in block.named_parameters() if p.grad is not None},
-        )
-
-
-def _random_input(leaf: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=generator).to(dtype)
-    if leaf.dtype == torch.bool:
-        return mixed_mask(leaf.shape) if leaf.ndim > 1 else torch.ones(leaf.shape, dtype=torch.bool)
-    return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
-
-
-def _shard_like(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The part of `full` that matches this rank's `shard` of an output."""
-    dim = differing_dim(shard.shape, full.shape)
-    if dim is None or group is None:
-        return full
-    return local_shard(full, Layout(dim, (full.shape[dim],)), group.rank(), group.size())
+        return map_tensors(own, self._given)

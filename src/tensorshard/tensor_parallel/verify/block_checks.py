@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from tensorshard.tensor_parallel.table.layer_styles import Style
+from tensorshard.tensor_parallel.verify.block_calls import InTraining
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck
 from tensorshard.tensor_parallel.verify.model_run import ModelRun
@@ -41,8 +42,21 @@ class BlockChecks:
         kind = self._run.kinds[name]
         if kind not in self._made:
             call = self._run.calls[name]
-            self._made[kind] = BlockCheck(self._units[name], call, self.size, read_outside=self._read_outside(kind))
+            self._made[kind] = BlockCheck(
+                self._units[name],
+                call,
+                self.size,
+                read_outside=self._read_outside(kind),
+                training=self._in_training(kind),
+            )
         return self._made[kind]
+
+    def _in_training(self, kind: int) -> InTraining:
+        """What any block of this kind does in training."""
+        capture = self._run.capture
+        names = [name for name, other in self._run.kinds.items() if other == kind]
+        written = frozenset().union(*(capture.training.inside(name).written for name in names))
+        return InTraining(any(name in capture.trained_otherwise for name in names), written)
 
     def _read_outside(self, kind: int) -> frozenset[str]:
         """Parameters of blocks of this kind that code outside of their block reads, by their names in the block."""

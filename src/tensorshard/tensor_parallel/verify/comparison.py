@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tensorshard.model.model_errors import raised_in_operation
-from tensorshard.tensor_parallel.table.layouts import Layout, join_shards
+from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards
 
 TOLERANCE = 1e-3
 """Largest difference that passes, as a share of the largest value. It is well above fp32's rounding errors, and well
@@ -150,6 +150,25 @@ def compare_gradients(
         shards = [_present(run.gradients.get(name), what) for run in runs]
         for value in shards if layouts[name].dim is None else [join_shards(shards, layouts[name])]:
             _compare(what, value, gradient, least)
+
+
+def compare_written(
+    ranks: Sequence[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]
+) -> None:
+    """Compares what the forwards of all ranks, in order, have written to parameters and buffers.
+
+    Args:
+        expected: what the full block's forward wrote, by name.
+        layouts: of the parameters and buffers; those that are not there are whole on every rank.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    for name, full in expected.items():
+        found = [rank[name] for rank in ranks if name in rank]
+        layout = layouts.get(name, REPLICATED)
+        for value in found if layout.dim is None else [join_shards(found, layout)]:
+            _compare(f"what its forward writes to {name}", value, full)
 
 
 def differing_dim(found: torch.Size, expected: torch.Size) -> int | None:

@@ -18,7 +18,7 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.styles import Divide, owner_of
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import MismatchError, not_running
 from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
@@ -54,10 +54,10 @@ class KnownModules:
     def __init__(self) -> None:
         self._kinds: list[_Kind] = []
 
-    def of(self, module: nn.Module, call: BlockCall, size: int) -> _Kind:
+    def of(self, module: nn.Module, call: BlockCall, size: int, training: InTraining) -> _Kind:
         """The kind of `module`, which is called with the tensors of `call`. A kind that is not known yet is added."""
-        described = (_structure(module), _arguments(call.args, call.kwargs))
-        check = BlockCheck(module, call, size, own_inputs=True)
+        described = (_structure(module), _arguments(call.args, call.kwargs), training)
+        check = BlockCheck(module, call, size, own_inputs=True, training=training)
         for kind in self._kinds:
             if kind.described == described and check.computes_like(kind.check):
                 return kind
@@ -79,7 +79,7 @@ class InnerCheck:
     def __init__(self, block: BlockCheck, name: str, call: BlockCall, operations: int, known: KnownModules) -> None:
         self._block, self._name, self._call, self._operations = block, name, call, operations
         self._module = block.make_copy().get_submodule(name)
-        self._kind = known.of(self._module, call, block.size)
+        self._kind = known.of(self._module, call, block.size, block.training.inside(name))
         self._upstream: dict[Hashable, tuple[bool, MismatchError | None]] = {}
 
     def check(self, styles: Styles) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
-from tensorshard.tensor_parallel.verify.block_calls import as_call
+from tensorshard.tensor_parallel.verify.block_calls import InTraining, as_call
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError, not_running
 
@@ -25,10 +25,12 @@ class ModelCheck:
         model: without the blocks that repeat, on the meta device.
         inputs: what it is run on.
         size: number of ranks to split it over.
+        training: what it does in training.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, size: int) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, size: int, training: InTraining = InTraining()) -> None:  # noqa: B008
         self.model = model
+        self._training = training
         self._call, self._size = as_call(inputs), size
         self._made: BlockCheck | None = None
 
@@ -57,7 +59,7 @@ class ModelCheck:
     def _compact(self) -> BlockCheck | None:
         """The check with compact matrices; None if the model does not run with these."""
         try:
-            return BlockCheck(self.model, self._call, self._size, compact=True)
+            return BlockCheck(self.model, self._call, self._size, compact=True, training=self._training)
         except Exception as error:  # some layers need contiguous weights
             if not raised_by_model(error):
                 raise
@@ -83,4 +85,4 @@ class ModelCheck:
             raise not_running(first) from first
 
     def _full(self, dtype: torch.dtype) -> BlockCheck:
-        return BlockCheck(self.model, self._call, self._size, dtype=dtype)
+        return BlockCheck(self.model, self._call, self._size, dtype=dtype, training=self._training)

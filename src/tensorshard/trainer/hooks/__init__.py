@@ -1,16 +1,9 @@
 """What is done beside training, one small class each."""
 
-from tensorshard.trainer.hooks.checkpoint_hook import CheckpointHook
-from tensorshard.trainer.hooks.evaluation_hook import EvaluationHook
-from tensorshard.trainer.hooks.expectation_hook import ExpectationHook
 from tensorshard.trainer.hooks.hook import Hook
-from tensorshard.trainer.hooks.logging_hook import LoggingHook
-from tensorshard.trainer.hooks.memory_hook import MemoryHook
-from tensorshard.trainer.hooks.memory_profile_hook import MemoryProfileHook
-from tensorshard.trainer.hooks.optimizer_options_hook import OptimizerOptionsHook
-from tensorshard.trainer.hooks.profile_hook import ProfileHook
-from tensorshard.trainer.hooks.schedule_hook import ScheduleHook
-from tensorshard.trainer.hooks.timer_hook import TimerHook
+from tensorshard.trainer.hooks.metrics import ExpectationHook, LoggingHook, MemoryHook, TimerHook
+from tensorshard.trainer.hooks.profiling import MemoryProfileHook, ProfileHook
+from tensorshard.trainer.hooks.schedule import CheckpointHook, EvaluationHook, OptimizerOptionsHook, ScheduleHook
 
 __all__ = [
     "CheckpointHook",

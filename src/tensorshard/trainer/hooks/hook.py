@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tensorshard.trainer.step_record import StepRecord
+    from tensorshard.trainer.records import StepRecord
     from tensorshard.trainer.trainer import Trainer
 
 

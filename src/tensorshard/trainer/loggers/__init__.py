@@ -1,13 +1,15 @@
 """Where measurements are written: a terminal, ``metrics.jsonl``, TensorBoard, wandb, MLflow, a log file a rank."""
 
 from tensorshard.trainer.loggers.console import AS_IT_IS, ConsoleHandler, PlainLogger, ProgressBarLogger, console_logger
-from tensorshard.trainer.loggers.jsonl import JsonLinesLogger, read_metrics
+from tensorshard.trainer.loggers.files import JsonLinesLogger, RankLog, read_metrics
 from tensorshard.trainer.loggers.logger import Logger
-from tensorshard.trainer.loggers.mlflow import MlflowLogger
-from tensorshard.trainer.loggers.rank_log import RankLog
-from tensorshard.trainer.loggers.services import chosen_services, service_logger
-from tensorshard.trainer.loggers.tensorboard import TensorBoardLogger
-from tensorshard.trainer.loggers.wandb import WandbLogger
+from tensorshard.trainer.loggers.services import (
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    chosen_services,
+    service_logger,
+)
 
 __all__ = [
     "AS_IT_IS",

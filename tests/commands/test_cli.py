@@ -58,7 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setattr("tensorshard.trainer.launch.launcher.launch", started.launch)
     monkeypatch.setattr("tensorshard.trainer.launch.launcher.visible_gpus", lambda: 0)
     monkeypatch.setattr(train, "run_worker", started.run_worker)
-    monkeypatch.setattr("tensorshard.trainer.estimate_first.estimate_first", lambda *_, **__: ([7], ["so much"]))
+    monkeypatch.setattr("tensorshard.trainer.estimated_run.estimate_first", lambda *_, **__: ([7], ["so much"]))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return started

@@ -1,0 +1,261 @@
+"""Hooks that measure and log: losses, times, memory, and what was estimated beside what is measured."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.common.quantities import size_text
+from tensorshard.predict import Estimate
+from tensorshard.predict.hardware import save_ratios
+from tensorshard.trainer.hooks.hook import Hook
+from tensorshard.trainer.loggers.logger import Logger
+from tensorshard.trainer.memory import PeakMemory
+from tensorshard.trainer.records import BatchSize, StepRecord
+
+if TYPE_CHECKING:
+    from tensorshard.trainer.trainer import Trainer
+
+
+class _Span:
+    """Sums over some steps: how many, what was in them, and their time."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.samples = 0
+        self.tokens: int | None = None
+
+    def add(self, seconds: float, batch: BatchSize) -> None:
+        self.steps += 1
+        self.seconds += seconds
+        self.samples += batch.samples
+        if batch.tokens is not None:
+            self.tokens = (self.tokens or 0) + batch.tokens
+
+    def rates(self) -> dict[str, float]:
+        if not self.steps or self.seconds <= 0:
+            return {}
+        rates = {
+            "step_seconds": self.seconds / self.steps,
+            "samples_per_second": self.samples / self.seconds,
+        }
+        if self.tokens is not None:
+            rates["tokens_per_second"] = self.tokens / self.seconds
+        return rates
+
+
+class TimerHook(Hook):
+    """Measures ``step_seconds``, ``samples_per_second`` and, for text, ``tokens_per_second``, over all ranks.
+
+    The clock runs while a batch is fetched and stepped, and stands still during evaluation, checkpoints and
+    logging: put this hook first. The figures are means over the last `every` steps.
+
+    Args:
+        every: steps in a measurement. With the logging interval, each log line is a mean since the last one.
+        clock: seconds of some monotonic clock.
+    """
+
+    def __init__(self, every: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; expected at least 1 step.")
+        self.every = every
+        self._clock = clock
+        self._started = 0.0
+        self._recent = _Span()
+        self._whole = _Span()
+        self._first_step_done = False
+
+    def before_step(self, trainer: "Trainer") -> None:
+        self._started = self._clock()
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        seconds = self._clock() - self._started
+        if self._recent.steps == self.every:
+            self._recent = _Span()
+        self._recent.add(seconds, record.batch)
+        if self._first_step_done:
+            self._whole.add(seconds, record.batch)
+        self._first_step_done = True
+        record.metrics |= self._recent.rates()
+
+    def overall(self) -> dict[str, float]:
+        """Means over the whole run without its first step, which compiles and allocates."""
+        return self._whole.rates() or self._recent.rates()
+
+
+_GROWTH = 1.01  # factor by which a rank's peak grows before the peaks of all ranks are recorded again
+
+
+class MemoryHook(Hook):
+    """Records ``peak_memory_bytes``: this rank's peak since training began (see :class:`PeakMemory`).
+
+    With several ranks, also ``peak_memory_bytes/rank0``, ``peak_memory_bytes/rank1`` and so on: the peaks of all ranks,
+    on every rank. They are recorded at the first step that is logged, at the last one, and whenever one of them has
+    grown by a hundredth since they were last recorded.
+
+    Args:
+        memory: of this process.
+        every: steps between log lines; the ranks tell each other their peaks only at these steps.
+    """
+
+    def __init__(self, memory: PeakMemory, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; expected at least 1 step.")
+        self.memory = memory
+        self.every = every
+        self._recorded: list[int] = []
+
+    def before_train(self, trainer: "Trainer") -> None:
+        self.memory.reset()
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        own = self.memory.bytes()
+        record.metrics["peak_memory_bytes"] = own
+        is_last = record.step == trainer.max_steps
+        is_logged = record.step % self.every == 0 or record.step == 1 or is_last
+        if not is_logged or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        peaks = _of_all_ranks(own)
+        before = self._recorded
+        if is_last or not before or any(now > _GROWTH * then for now, then in zip(peaks, before, strict=True)):
+            self._recorded = peaks
+            record.metrics |= {f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(peaks)}
+
+
+def _of_all_ranks(own: int) -> list[int]:
+    """The number `own` of every rank, by rank. Collective; sent from the CPU, so that nothing waits for a GPU."""
+    peaks = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(peaks, torch.tensor([own], dtype=torch.int64))
+    return [int(peak) for peak in peaks]
+
+
+class LoggingHook(Hook):
+    """Hands the loss, the learning rate, the gradient norm and the other hooks' metrics to loggers.
+
+    It logs the first step, every `every` steps, the last one, and any step after which something was
+    evaluated. Put it after the hooks that measure. Ranks that write nothing have no loggers, and never wait
+    for the loss.
+
+    Args:
+        loggers: where to write.
+        every: steps between lines.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; expected at least 1 step.")
+        self.loggers = list(loggers)
+        self.every = every
+
+    def before_train(self, trainer: "Trainer") -> None:
+        for logger in self.loggers:
+            logger.start(trainer.step, trainer.max_steps)
+
+    def before_step(self, trainer: "Trainer") -> None:
+        # Measuring the norm communicates, so every rank does it, and only for steps that are written down.
+        trainer.engine.measure_grad_norm = self._is_due(trainer, trainer.step + 1)
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        if not self.loggers:
+            return
+        for logger in self.loggers:
+            logger.step_done(record.step)
+        evaluated = any(name.startswith("val_") for name in record.metrics)
+        if evaluated or self._is_due(trainer, record.step):
+            metrics = self._metrics(trainer, record)
+            for logger in self.loggers:
+                logger.log(record.step, metrics)
+
+    def on_error(self, trainer: "Trainer", error: Exception) -> None:
+        for logger in self.loggers:
+            logger.failed(error)
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.close()
+
+    def _is_due(self, trainer: "Trainer", step: int) -> bool:
+        return step % self.every == 0 or step in (1, trainer.max_steps)
+
+    def _metrics(self, trainer: "Trainer", record: StepRecord) -> dict[str, float]:
+        metrics = {"loss": record.loss.item(), "lr": float(trainer.engine.optimizer.param_groups[0]["lr"])}
+        if trainer.engine.grad_norm is not None:
+            metrics["grad_norm"] = float(trainer.engine.grad_norm)
+        return metrics | record.metrics | {"samples": trainer.samples_consumed}
+
+
+logger = logging.getLogger("tensorshard")
+
+STEPS = 10
+"""After how many steps the comparison is made."""
+
+_WARM_UP = 3  # steps that are slower: they allocate, and fill caches
+_LEAST_MEMORY = 256 << 20  # bytes of an estimate; below this, the libraries' own memory would distort the ratio
+
+
+class ExpectationHook(Hook):
+    """After :data:`STEPS` steps, says what was estimated and what was measured on rank 0, and keeps the ratios.
+
+    If the estimate was made with this machine's profile, the ratios go into that profile, for later searches. That of
+    memory does if it is large enough, and freed memory is not kept: where memory is scarce, a rank gives it back.
+
+    Args:
+        expected: the run's estimate.
+        memory: of this process.
+        held_before: bytes that it held before the model was made.
+        clock: seconds of some monotonic clock.
+    """
+
+    def __init__(
+        self,
+        expected: Estimate,
+        memory: PeakMemory,
+        held_before: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._expected = expected
+        self._memory = memory
+        self._held_before = held_before
+        self._clock = clock
+        self._started = 0.0
+        self._seconds: list[float] = []
+
+    def before_step(self, trainer: "Trainer") -> None:
+        self._started = self._clock()
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        if len(self._seconds) == STEPS:
+            return
+        self._seconds.append(self._clock() - self._started)
+        if len(self._seconds) == STEPS:
+            self._compare(keeps_freed_memory=trainer.engine.keeps_freed_memory)
+
+    def _compare(self, *, keeps_freed_memory: bool) -> None:
+        hardware = self._expected.hardware
+        lines, ratios = [], {}
+        estimated = self._expected.step_seconds
+        if estimated is not None:
+            measured = statistics.median(self._seconds[_WARM_UP:])
+            ratios["time_ratio"] = measured / estimated
+            lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s")
+        estimated_bytes = self._expected.ranks[0].peak_allocated
+        measured_bytes = self._memory.bytes() - self._held_before
+        if estimated_bytes >= _LEAST_MEMORY and not keeps_freed_memory:
+            ratios["memory_ratio"] = max(1.0, measured_bytes / estimated_bytes)
+        lines.append(
+            f"memory was estimated to be {size_text(estimated_bytes)} of live tensors, and is "
+            f"{size_text(measured_bytes)} beyond the start" + ", with freed memory that is kept" * keeps_freed_memory
+        )
+        if ratios and hardware is not None and hardware.is_measured and save_ratios(**ratios) is not None:
+            lines.append("later searches for plans on this machine use " + _words(ratios))
+        logger.info("after %d steps: %s", STEPS, "; ".join(lines))
+
+
+def _words(ratios: dict[str, float]) -> str:
+    names = {"time_ratio": "times", "memory_ratio": "memory"}
+    return " and ".join(f"{ratio:.2f} x the estimated {names[name]}" for name, ratio in ratios.items())

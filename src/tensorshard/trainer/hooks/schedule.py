@@ -1,0 +1,210 @@
+"""Hooks that act at certain steps: learning rates and other options of the optimizer, evaluations, checkpoints."""
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from tensorshard.comm.sharding import to_local
+from tensorshard.engine.engine import Engine, NonFiniteLossError
+from tensorshard.torch_private.optimizers import set_last_rates
+from tensorshard.trainer.evaluators import Evaluator
+from tensorshard.trainer.hooks.hook import Hook
+from tensorshard.trainer.records import StepRecord
+from tensorshard.trainer.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from tensorshard.trainer.trainer import Trainer
+
+
+class CheckpointHook(Hook):
+    """Saves every `every` steps and at the end, also at an early one; keeps the newest `keep` checkpoints.
+
+    Put it last, so that what it saves is the state after all other hooks have seen the step.
+
+    If the loss turns NaN or infinite, the engine raises before the update. The state from before that step is
+    then saved, if its weights are finite, and nothing is deleted; the error says which checkpoint is the last
+    good one.
+
+    Args:
+        directory: of the run.
+        every: steps between checkpoints; 0 for one at the end alone.
+        keep: checkpoints to keep, the newest ones; 0 for all.
+    """
+
+    def __init__(self, directory: RunDirectory, every: int, keep: int = 2) -> None:
+        if every < 0:
+            raise ValueError(f"every is {every}; expected a number of steps, or 0 for a checkpoint at the end alone.")
+        if keep < 0:
+            raise ValueError(f"keep is {keep}; expected a number of checkpoints, or 0 to keep all.")
+        self.directory = directory
+        self.every = every
+        self.keep = keep
+
+    def before_train(self, trainer: "Trainer") -> None:
+        self._saved_step = trainer.step
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        if self.every and record.step % self.every == 0:
+            self._save(trainer)
+            self._delete_old(trainer.engine)
+
+    def after_train(self, trainer: "Trainer") -> None:
+        if trainer.step != self._saved_step:
+            self._save(trainer)
+            self._delete_old(trainer.engine)
+
+    def on_error(self, trainer: "Trainer", error: Exception) -> None:
+        # The loss is the global one, so this error is raised on every rank, and all of them may communicate
+        # here.
+        if not isinstance(error, NonFiniteLossError):
+            return
+        if trainer.step != self._saved_step and _weights_are_finite(trainer.engine):
+            self._save(trainer)
+        newest = self.directory.newest_checkpoint()
+        if newest is None:
+            error.add_note("No checkpoint was written before: there is nothing to go back to.")
+        else:
+            error.add_note(
+                f"The last good checkpoint is {newest}; continue from it with --resume and "
+                f"another learning rate, clipping or precision."
+            )
+
+    def _save(self, trainer: "Trainer") -> None:
+        path = self.directory.checkpoint(trainer.step)
+        trainer.engine.save(path, extra=trainer.state_dict())
+        self._saved_step = trainer.step
+        logger.info("saved checkpoint %s", path)
+
+    def _delete_old(self, engine: Engine) -> None:
+        if self.keep and engine.mesh.rank == 0:
+            for step in self.directory.checkpoint_steps()[: -self.keep]:
+                self.directory.delete_checkpoint(step)
+
+
+def _weights_are_finite(engine: Engine) -> bool:
+    """Whether every weight on every rank is. Collective."""
+    local = (to_local(p) for p in engine.model.parameters())
+    bad = sum((~torch.isfinite(p.detach())).sum().to(engine.device, torch.int64) for p in local)
+    count = torch.as_tensor(bad, device=engine.device)
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return not count.item()
+
+
+class ScheduleHook(Hook):
+    """Moves any torch ``LRScheduler`` on by one after each step, and keeps its state in checkpoints.
+
+    Put it after the hook that logs, so that the log has the rate with which the step was taken.
+
+    A resumed run may have another peak rate or another number of steps than the run that it continues. A schedule
+    that is a function of the step (a ``LambdaLR``, as all of :mod:`tensorshard.trainer.schedulers` are) then goes
+    on as if it had had these values from the start.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: the peak rates have changed, and the schedule is not a function of the step.
+        """
+        peaks = getattr(self.scheduler, "base_lrs", None)
+        if isinstance(self.scheduler, LambdaLR):
+            self.scheduler.load_state_dict({**state, "base_lrs": peaks})
+            _set_rates(self.scheduler)
+        elif peaks != state.get("base_lrs"):
+            raise ValueError(
+                f"the learning rates were {state.get('base_lrs')} and now are {peaks}, but a "
+                f"{type(self.scheduler).__name__} cannot change them on the way; keep them, or use a LambdaLR"
+            )
+        else:
+            self.scheduler.load_state_dict(state)
+
+
+def _set_rates(schedule: LambdaLR) -> None:
+    """Gives the optimizer the rates of the step that `schedule` stands at."""
+    ratios = [ratio(schedule.last_epoch) for ratio in schedule.lr_lambdas]
+    rates = [peak * ratio for peak, ratio in zip(schedule.base_lrs, ratios, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    set_last_rates(schedule, rates)
+
+
+class OptimizerOptionsHook(Hook):
+    """Lets a resumed run change options of its optimizer, such as the weight decay.
+
+    A checkpoint restores the options with which it was saved. Options that the config has changed since then are set
+    to their new values. The schedule restores the learning rate.
+
+    Args:
+        optimizer: as it was made: not stepped, and with no schedule on it yet.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._configured = [
+            {key: value for key, value in group.items() if key != "lr" and _is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"groups": self._configured}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for group, now, then in zip(self.optimizer.param_groups, self._configured, state["groups"], strict=True):
+            for key, value in now.items():
+                # Compared as JSON, since the saved values were stored as JSON.
+                if json.dumps(value) != json.dumps(then.get(key)):
+                    group[key] = value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is that of an option, which goes into a checkpoint, and not a parameter or tensor."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+logger = logging.getLogger("tensorshard")
+
+
+class EvaluationHook(Hook):
+    """Runs evaluators every `every` steps and after the last one; what they return joins the step's metrics.
+
+    Args:
+        evaluators: run in this order.
+        every: steps between evaluations; 0 for one at the end alone.
+
+    Attributes:
+        latest: the last results, empty before the first evaluation.
+    """
+
+    def __init__(self, evaluators: Sequence[Evaluator], every: int) -> None:
+        if every < 0:
+            raise ValueError(f"every is {every}; expected a number of steps, or 0 for an evaluation at the end alone.")
+        self.evaluators = list(evaluators)
+        self.every = every
+        self.latest: dict[str, float] = {}
+
+    def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        due = self.every and record.step % self.every == 0
+        if not due and record.step != trainer.max_steps:
+            return
+        for evaluator in self.evaluators:
+            self.latest |= evaluator.evaluate(trainer.engine)
+        record.metrics |= self.latest
+        logger.debug("evaluated after step %d: %s", record.step, self.latest)
