@@ -15,7 +15,7 @@ from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.config import ConfigError
 from tensorshard.predict import Estimate, RankEstimate
 from tensorshard.predict.rank_estimate import CATEGORIES
-from tensorshard.trainer import estimate_first as module
+from tensorshard.trainer import estimated_run as module
 from tensorshard.trainer.estimated_run import estimate_first
 from tensorshard.trainer.report import print_summary
 from tensorshard.trainer.run_directory import RunDirectory
