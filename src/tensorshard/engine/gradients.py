@@ -93,7 +93,7 @@ class CheckedGradients:
 
 
 class FinalGradients:
-    """The complete gradients of a laid-out model. All calls are collectives of the mesh.
+    """The complete gradients of a sharded model. All calls are collectives of the mesh.
 
     Args:
         scaler: the loss scaler of fp16, or None.
@@ -305,12 +305,12 @@ class FinalGradients:
 
 
 def _check_like(changed: object, gradient: torch.Tensor, name: str) -> None:
-    alike = isinstance(changed, torch.Tensor) and type(changed) is type(gradient)
-    if alike and changed.shape == gradient.shape and changed.dtype == gradient.dtype:  # type: ignore[attr-defined]
+    same_kind = isinstance(changed, torch.Tensor) and type(changed) is type(gradient)
+    if same_kind and changed.shape == gradient.shape and changed.dtype == gradient.dtype:  # type: ignore[attr-defined]
         return
-    found = f"{type(changed).__name__}" + (f" {list(changed.shape)}" if isinstance(changed, torch.Tensor) else "")
+    given = f"{type(changed).__name__}" + (f" {list(changed.shape)}" if isinstance(changed, torch.Tensor) else "")
     raise TypeError(
-        f"a gradient hook returned {found} for {name!r}; it must return None, or a tensor like the gradient that it "
+        f"a gradient hook returned {given} for {name!r}; it must return None, or a tensor like the gradient that it "
         f"was given: {type(gradient).__name__} {list(gradient.shape)} of {gradient.dtype}"
     )
 
@@ -383,8 +383,8 @@ def global_norm(
     norms = _local_norms(with_gradient, dtype, known)
     if device is not None:  # offloaded gradients may be on another device
         norms = [norm.to(device) for norm in norms]
-    alike = len({n.dtype for n in norms}) == 1
-    squares = (torch.stack(list(norms)).double() if alike else torch.stack([n.double() for n in norms])).square()
+    same_type = len({n.dtype for n in norms}) == 1
+    squares = (torch.stack(list(norms)).double() if same_type else torch.stack([n.double() for n in norms])).square()
     shards = [num_shards[p] for p in with_gradient]
     if len(set(shards)) == 1:
         total = squares.sum() * (shards[0] / world_size)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """Parameters and types of a laid-out model, as one rank sees them. Sizes are in bytes."""
+    """Parameters and types of a sharded model, as one rank sees them. Sizes are in bytes."""
 
     parameters: int
     trained_parameters: int
@@ -86,7 +86,7 @@ class StateMethods:
 
     @property
     def model(self) -> nn.Module:
-        """The laid-out model. Access waits until the last step's update is finished."""
+        """The sharded model. Access waits until the last step's update is finished."""
         self.wait_for_update()
         return self._model
 
@@ -303,7 +303,7 @@ def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Te
 def _summarize(
     plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer, offload: str | None = None
 ) -> Summary:
-    """Counts what a laid-out model holds on this rank."""
+    """Counts what a sharded model holds on this rank."""
     masters = sharded.masters()
     trained = {p for p in masters.values() if p.requires_grad}
     first = next(iter(trained or masters.values()), torch.empty(0))

@@ -149,9 +149,9 @@ class BatchBuffers:
 
     def _of_any_stage(self, message: str | None) -> str | None:
         """The `message` of a stage, on the ranks of all stages."""
-        found = torch.tensor([float(message is not None)], device=self._device)
-        all_reduce_(found, self._mesh.world_group, what="whether forwards changed buffers")
-        if not found.item():
+        flag = torch.tensor([float(message is not None)], device=self._device)
+        all_reduce_(flag, self._mesh.world_group, what="whether forwards changed buffers")
+        if not flag.item():
             return None
         messages: list[str | None] = [None] * self._mesh.world_group.size()
         dist.all_gather_object(messages, message, group=self._mesh.world_group)
