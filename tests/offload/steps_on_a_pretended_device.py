@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tensorshard as ts
-from tensorshard.engine import manual_loop, step
+from tensorshard.engine import manual_forwards, step
 from tensorshard.parallelize import build
 from tensorshard.predict.estimate import fake_world
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
@@ -89,7 +89,7 @@ def _pretend(stack: ExitStack, world_size: int) -> None:
         (build, "kept_random_state", lambda _: nullcontext()),
         (build, "check_supported", lambda *_: None),
         (step, "autocast", lambda *_: nullcontext()),
-        (manual_loop, "autocast", lambda *_: nullcontext()),
+        (manual_forwards, "autocast", lambda *_: nullcontext()),
     ]
     for module, name, value in replaced:
         stack.enter_context(mock.patch.object(module, name, value))

@@ -88,8 +88,8 @@ class PiecesSavePlanner(DefaultSavePlanner):
     """torch's save planner, which also takes :class:`TensorPieces`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict.get(index.fqn)
-        return found.__get_tensor_shard__(index) if isinstance(found, TensorPieces) else super().lookup_object(index)
+        value = self.state_dict.get(index.fqn)
+        return value.__get_tensor_shard__(index) if isinstance(value, TensorPieces) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
@@ -104,5 +104,5 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
         self.state_dict = {**self.state_dict, **pieces}
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found = self.state_dict.get(index.fqn)
-        return found.__get_tensor_shard__(index) if isinstance(found, TensorPieces) else super().lookup_tensor(index)
+        value = self.state_dict.get(index.fqn)
+        return value.__get_tensor_shard__(index) if isinstance(value, TensorPieces) else super().lookup_tensor(index)

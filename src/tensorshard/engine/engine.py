@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tensorshard.engine.fused_updates import hook_outside_update_mode
 from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import FinalGradients, LossScaler, NonFiniteLossError
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
@@ -15,17 +14,23 @@ from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
-from tensorshard.engine.guards.state_dicts import GuardedStateDicts, guard_optimizer_state
+from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
+from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.manual_loop import ManualLoop
-from tensorshard.engine.optimizer import OptimizerFactory, StepCounter, build_optimizer
+from tensorshard.engine.optimizer import (
+    OptimizerFactory,
+    StepCounter,
+    TrainedParameters,
+    build_optimizer,
+    complete_update,
+)
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
-from tensorshard.engine.trained_parameters import TrainedParameters
 from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.buffers import BufferValues, Registration
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
@@ -124,40 +129,42 @@ class Engine(LoopMethods, StateMethods):
         again = partial(build_optimizer, optimizer, rules=own_rules)
         self._update = storage.keep_states(self._optimizer, sharded, trained, again)
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
-        batch_buffers = BatchBuffers(sharded, mesh, device, steps_taken=lambda: self.step_count)
-        self._step_runner.watch_loaders(self.loaders.by_name, batch_buffers.note_stand_ins)
-        self._surround_update(
-            lambda: storage.check_transfers(of_update=True),
-            sharded.finish_backward,
-            batch_buffers.check,
-        )
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
             self._optimizer, optimizer, own_rules, sharded, reserved=self._update.reserves_states
         )
+        batch_buffers = BatchBuffers(sharded, mesh, device)
+        self._step_runner.watch_loaders(self.loaders.by_name, batch_buffers.note_stand_ins)
+        complete_update(
+            self._optimizer,
+            sharded,
+            follow=lambda: self._trained.follow(self._gradients.trained),
+            before=(
+                lambda: storage.check_transfers(of_update=True),
+                sharded.finish_backward,
+                lambda: batch_buffers.check(self.step_count),
+            ),
+            after=self._gather_updated,
+        )
+        self._forwards = ManualForwards(sharded, plan, mesh, device)
         self._manual_loop = ManualLoop(
             sharded,
+            self._optimizer,
             plan,
             mesh,
             self._gradients,
             self.scaler,
             device,
+            self._forwards,
             self._trained,
             self._changes,
-            steps_taken=lambda: self.step_count,
-            count_step=self._steps.count,
+            self._steps,
         )
-        self._manual_loop.surround(sharded.model, self._optimizer)
-        GuardedStateDicts(sharded, plan)
+        guard_state_dicts(sharded, plan)
         if plan.pp > 1 or any(count > 1 for count in sharded.num_shards().values()):
             guard_optimizer_state(self._optimizer, plan, mesh)
         masters, shown = sharded.masters().values(), sharded.shown_parameters().values()
-        mark_trained(masters, shown, self._optimizer, self._manual_loop.before_other_optimizer)
-
-    def _surround_update(self, *before: Callable[[], object]) -> None:
-        for work in before:
-            self._optimizer.register_step_pre_hook(hook_outside_update_mode(work))
-        self._optimizer.register_step_post_hook(hook_outside_update_mode(self._follow_update))
+        mark_trained(masters, shown, self._optimizer, self._manual_loop.before_foreign_optimizer)
 
     # -- one step --
 
@@ -233,14 +240,9 @@ class Engine(LoopMethods, StateMethods):
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         mean = self._penalties.add(loss.mean, factor)
-        if self._gradients.prepare(
-            mean,
-            factor,
-            steps_taken=self.step_count,
-            measure=self.measure_grad_norm,
-            scale=False,
-        ):
-            self._update.step(self._gradients.trained.values(), self._gradients.pending_scale)
+        checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count, measure=self.measure_grad_norm)
+        if checked is not None:
+            self._update.step(self._gradients.trained.values(), checked.scale)
         self._optimizer.zero_grad(set_to_none=True)
         self._steps.count()
         return mean
@@ -346,7 +348,7 @@ class Engine(LoopMethods, StateMethods):
             explained(f"engine.{name}"),
             explained_compilation(),
             self.random.installed(),
-            self._manual_loop.inside_engine_call(),
+            self._forwards.inside_engine_call(),
             compiling,
         ):
             yield

@@ -161,18 +161,18 @@ def _logits(output: Any, tokens: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the output has none.
     """
-    found = output
+    logits = output
     if isinstance(output, dict) or hasattr(output, "logits"):
-        found = output["logits"] if isinstance(output, dict) else output.logits
+        logits = output["logits"] if isinstance(output, dict) else output.logits
     elif isinstance(output, tuple | list):
-        found = output[0]
-    if not isinstance(found, torch.Tensor) or found.dim() != 3 or found.shape[:2] != tokens.shape:
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        logits = output[0]
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise ValueError(
             f"the model returned {shape} for tokens of shape {tuple(tokens.shape)}; generation needs logits of shape "
             f"[samples, tokens, vocabulary]: the output itself, its first item, or its .logits"
         )
-    return found
+    return logits
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, draws: torch.Generator) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.sharding import local_gradients, scale_gradients
 from tensorshard.comm.world import world
 from tensorshard.plan.mesh import Mesh
@@ -22,6 +22,10 @@ GradientHook = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
 _SMALLEST_SCALE = 1.0
+
+# The largest relative difference between ranks, in the norm of gradients that all hold, that rounding explains.
+_ROUNDING = 1e-3
+_NOTHING = 1e-5  # of the norm of all gradients; a smaller norm is rounding alone
 
 
 @dataclass
@@ -77,8 +81,19 @@ class HookHandle:
         self._hooks.pop(self._key, None)
 
 
+@dataclass(frozen=True)
+class CheckedGradients:
+    """Gradients that are finite and complete.
+
+    Args:
+        scale: what the update multiplies them by; None for 1.
+    """
+
+    scale: torch.Tensor | float | None
+
+
 class FinalGradients:
-    """The complete gradients of a laid-out model. All calls are collectives of the mesh.
+    """The complete gradients of a sharded model. All calls are collectives of the mesh.
 
     Args:
         scaler: the loss scaler of fp16, or None.
@@ -88,8 +103,6 @@ class FinalGradients:
     Attributes:
         norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
         moves_gradients: whether they leave the device when they are reduced.
-        pending_scale: the factor that the update still has to apply to the gradients, if :meth:`prepare` did not scale
-            them; None for no factor.
     """
 
     def __init__(
@@ -103,7 +116,6 @@ class FinalGradients:
     ) -> None:
         self.trained = sharded.trained_masters()
         self.norm: torch.Tensor | None = None
-        self.pending_scale: torch.Tensor | float | None = None
         self.moves_gradients = update.moves_gradients
         self._known_norm = update.gradient_norm if update.moves_gradients else None
         self._num_shards = sharded.num_shards()
@@ -137,16 +149,16 @@ class FinalGradients:
         *,
         steps_taken: int,
         measure: bool = False,
-        scale: bool = True,
-    ) -> bool:
-        """Normalizes, checks and clips the gradients in one pass. False: fp16 overflowed, and the step is skipped.
+    ) -> "CheckedGradients | None":
+        """Checks the gradients, and finds the scale by which the update normalizes and clips them, in one pass.
+
+        None: fp16 overflowed, and the step is skipped.
 
         Args:
             loss: whose gradients they are; None if it is not known.
             factor: the gradients still have to be multiplied by it; None for no factor.
             steps_taken: how many steps were taken before this one.
             measure: whether :attr:`norm` is set even where the plan does not need it.
-            scale: whether this multiplies the gradients; else the update does, by :attr:`pending_scale`.
 
         Raises:
             NonFiniteLossError: the `loss`, or the gradient, is not finite.
@@ -177,15 +189,12 @@ class FinalGradients:
             exhausted = overflowed and self._scaler.is_smallest
             self._scaler.update(overflowed)
             if overflowed and not exhausted:
-                return False
+                return None
         _check_finite(norm, "norm of the gradient", steps_taken)
         if clip is not None:
             clipping = clip_factor(norm, clip)
             factor = clipping if factor is None else factor * clipping
-        self.pending_scale = None if factor is None or _is_one(factor) else factor
-        if scale and self.pending_scale is not None:
-            self.scale(self.pending_scale)
-        return True
+        return CheckedGradients(None if factor is None or _is_one(factor) else factor)
 
     @property
     def _has_others(self) -> bool:
@@ -231,9 +240,45 @@ class FinalGradients:
             spoil=spoil,
         )
 
-    def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiplies all gradients by `factor`."""
+    def scale(self, factor: torch.Tensor | float | None) -> None:
+        """Multiplies all gradients by `factor`; None for 1."""
+        if factor is None:
+            return
         scale_gradients(self.trained.values(), factor)
+
+    def check_equal_on_tensor_ranks(self) -> None:
+        """Refuses gradients that each rank has clipped by the norm of its own parts.
+
+        All tensor-parallel ranks must clip by the same factor.
+
+        Raises:
+            RuntimeError: the tensor-parallel ranks' norms differ, of gradients that all of them hold.
+        """
+        if self._mesh.degrees["tp"] == 1:
+            return
+        with_gradient = {name: p for name, p in self.trained.items() if p.grad is not None}
+        squares = torch.zeros(2, dtype=torch.float64, device=self._device)  # of those that all ranks hold; of all
+        if with_gradient:
+            norms = foreach_norm(local_gradients(with_gradient.values()), 2.0, None)
+            each = torch.stack([norm.double().to(self._device) for norm in norms]).square()
+            shared_by_all = [self._sharded.split.num_shards(name) == 1 for name in with_gradient]
+            squares = torch.stack([each[torch.tensor(shared_by_all, device=each.device)].sum(), each.sum()])
+        everyone = squares.new_empty(2 * self._mesh.degrees["tp"])
+        all_gather_into(
+            everyone, squares.sqrt(), self._mesh.group("tp"), what="the norms of gradients before an update"
+        )
+        if world().is_simulated:
+            return
+        shared, all_of_them = everyone.view(-1, 2).unbind(1)
+        least, most = shared.min().item(), shared.max().item()
+        # A norm that is only rounding may differ.
+        if most - least > _ROUNDING * most and most > _NOTHING * all_of_them.max().item():
+            raise RuntimeError(
+                f"the tensor-parallel ranks hold different gradients of the same parameters (norms {least:.6g} to "
+                f"{most:.6g}), so something changed them rank by rank, as torch.nn.utils.clip_grad_norm_ does, which "
+                f"measures the parts that a rank holds: set Plan(clip_grad_norm=...), by which "
+                f"engine.optimizer.step() clips, or call engine.clip_grad_norm_(max_norm)"
+            )
 
     def _check_no_hooks_of_torch(self) -> None:
         for name, parameter in self._sharded.shown_parameters().items():
@@ -260,12 +305,12 @@ class FinalGradients:
 
 
 def _check_like(changed: object, gradient: torch.Tensor, name: str) -> None:
-    alike = isinstance(changed, torch.Tensor) and type(changed) is type(gradient)
-    if alike and changed.shape == gradient.shape and changed.dtype == gradient.dtype:  # type: ignore[attr-defined]
+    same_kind = isinstance(changed, torch.Tensor) and type(changed) is type(gradient)
+    if same_kind and changed.shape == gradient.shape and changed.dtype == gradient.dtype:  # type: ignore[attr-defined]
         return
-    found = f"{type(changed).__name__}" + (f" {list(changed.shape)}" if isinstance(changed, torch.Tensor) else "")
+    given = f"{type(changed).__name__}" + (f" {list(changed.shape)}" if isinstance(changed, torch.Tensor) else "")
     raise TypeError(
-        f"a gradient hook returned {found} for {name!r}; it must return None, or a tensor like the gradient that it "
+        f"a gradient hook returned {given} for {name!r}; it must return None, or a tensor like the gradient that it "
         f"was given: {type(gradient).__name__} {list(gradient.shape)} of {gradient.dtype}"
     )
 
@@ -338,8 +383,8 @@ def global_norm(
     norms = _local_norms(with_gradient, dtype, known)
     if device is not None:  # offloaded gradients may be on another device
         norms = [norm.to(device) for norm in norms]
-    alike = len({n.dtype for n in norms}) == 1
-    squares = (torch.stack(list(norms)).double() if alike else torch.stack([n.double() for n in norms])).square()
+    same_type = len({n.dtype for n in norms}) == 1
+    squares = (torch.stack(list(norms)).double() if same_type else torch.stack([n.double() for n in norms])).square()
     shards = [num_shards[p] for p in with_gradient]
     if len(set(shards)) == 1:
         total = squares.sum() * (shards[0] / world_size)

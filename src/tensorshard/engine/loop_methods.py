@@ -13,7 +13,6 @@ from tensorshard.engine.last_batch import check_equal_shares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders
 from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
-from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.sharded.sharded_model import ShardedModel
@@ -36,7 +35,7 @@ _ELSEWHERE = {
 }
 
 
-class LoopMethods(WaitingForUpdates):
+class LoopMethods:
     """The methods of an Engine for a loop of your own, beside ``engine.model`` and ``engine.optimizer``."""
 
     plan: Plan

@@ -184,8 +184,8 @@ class _Places:
         trained = {name: leaf for name, leaf in self._leaves.items() if leaf.requires_grad}
         if not total.requires_grad or not trained:
             return {}
-        found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-        return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+        gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        return {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
 
 
 def _counted_elsewhere(name: str, leaf: torch.Tensor) -> AbsentTensor:

@@ -220,7 +220,7 @@ class PipelineStepRunner(StepRunner):
 
 
 class _GradientHooks(StageHooks):
-    """Tells the laid-out stages when backward is about to add to gradients, and when it is over."""
+    """Tells the sharded stages when backward is about to add to gradients, and when it is over."""
 
     def __init__(self, sharded: PipelinedModel) -> None:
         self._parts = {stage.index: part for stage, part in zip(sharded.stages, sharded.parts, strict=True)}

@@ -18,11 +18,10 @@ from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.optimizer import StepCounter
 from tensorshard.engine.random_streams import RandomStreams
-from tensorshard.engine.waiting_for_updates import WaitingForUpdates
 from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.plan.storage import Storage
+from tensorshard.plan.storage import Storage, Update
 from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.adapters import AdapterExport, has_adapters
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """Parameters and types of a laid-out model, as one rank sees them. Sizes are in bytes."""
+    """Parameters and types of a sharded model, as one rank sees them. Sizes are in bytes."""
 
     parameters: int
     trained_parameters: int
@@ -69,17 +68,58 @@ class Summary:
         return "\n".join(lines)
 
 
-class StateMethods(WaitingForUpdates):
-    """The methods of an Engine that read, write and describe its state."""
+class StateMethods:
+    """The methods of an Engine that show, read, write and describe its state, once updates are finished."""
 
     plan: Plan
     mesh: Mesh
     device: torch.device
     storage: Storage
+    sharded: ShardedModel
     scaler: LossScaler | None
     random: RandomStreams
     loaders: EngineLoaders
     _steps: StepCounter
+    _model: nn.Module
+    _optimizer: torch.optim.Optimizer
+    _update: Update
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model. Access waits until the last step's update is finished."""
+        self.wait_for_update()
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer. Access waits until the last step's update is finished."""
+        self.wait_for_update()
+        return self._optimizer
+
+    def wait_for_update(self) -> None:
+        """Returns when this rank's part of the last step's update is finished: at once without ``offload.overlap``.
+
+        A parameter that you took out of the Engine before that step shows the update from then on.
+
+        Raises:
+            OSError: the disk failed during the update. The error names the folder. Other ranks raise it in their next
+                call.
+        """
+        self._update.wait()
+
+    def _finish_update(self) -> None:
+        """Waits for the last update on all ranks; if it failed on one, all raise. Takes over what user code wrote.
+
+        A collective, if an update goes on.
+        """
+        self._update.finish()
+        self.sharded.adopt_writes()
+
+    def _gather_updated(self) -> None:
+        if self._update.is_pending:
+            self.sharded.gather_as_updated(self._update.copied)
+        else:
+            self.sharded.all_gather_parameters(self._update.copied)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The original model's state dict: full tensors on the CPU, fp32 or wider, on rank 0; {} elsewhere.
@@ -263,7 +303,7 @@ def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Te
 def _summarize(
     plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer, offload: str | None = None
 ) -> Summary:
-    """Counts what a laid-out model holds on this rank."""
+    """Counts what a sharded model holds on this rank."""
     masters = sharded.masters()
     trained = {p for p in masters.values() if p.requires_grad}
     first = next(iter(trained or masters.values()), torch.empty(0))

@@ -39,7 +39,7 @@ class StepAgain(Exception):
 
 
 class StepRunner(ABC):
-    """How batches go through a laid-out model. All calls are collectives of the mesh."""
+    """How batches go through a sharded model. All calls are collectives of the mesh."""
 
     def __init__(
         self, sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device

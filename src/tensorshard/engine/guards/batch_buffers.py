@@ -4,7 +4,7 @@ Codebooks that move with their batch, centres, ranges of quantization, queues of
 one process they are of the whole batch. Batch norms are synchronized, and counters are the same on every rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,12 @@ class BatchBuffers:
 
     It does so before the updates 1, 2, 4, 8 and so on. Buffers that are not persistent are a rank's own affair:
     checkpoints do not hold them either.
-
-    Args:
-        steps_taken: how many optimizer steps there were so far.
     """
 
-    def __init__(self, sharded: ShardedModel, mesh: Mesh, device: torch.device, steps_taken: Callable[[], int]) -> None:
+    def __init__(self, sharded: ShardedModel, mesh: Mesh, device: torch.device) -> None:
         self._sharded = sharded
         self._mesh = mesh
         self._device = device
-        self._steps_taken = steps_taken
         self._names = self._compared() if mesh.dp_size > 1 else []
         self._laid_out = self._versions()
         self._before_stand_ins: dict[str, tuple[int, int]] | None = None
@@ -64,20 +60,22 @@ class BatchBuffers:
         self._before_stand_ins = self._versions()
 
     @torch.no_grad()
-    def check(self) -> None:
+    def check(self, taken: int) -> None:
         """Called before each update. A collective before some of them.
+
+        Args:
+            taken: how many optimizer steps there were so far.
 
         Raises:
             RuntimeError: on every rank, if data ranks have different values, or if a sample that stood in for none has
                 a part in them.
         """
         stand_ins, self._before_stand_ins = self._before_stand_ins, None
-        taken = self._steps_taken()
         if self._mesh.dp_size == 1 or (taken & (taken + 1) and stand_ins is None) or self._is_fake():
             return
         message = self._stood_in(stand_ins) if stand_ins is not None else None
         if message is None and not taken & (taken + 1):
-            message = self._different_buffer() or (self._different_parameter() if taken == 0 else None)
+            message = self._different_buffer(taken) or (self._different_parameter() if taken == 0 else None)
         if self._mesh.degrees["pp"] > 1 and not taken & (taken + 1):
             message = self._of_any_stage(message)
         if message is not None:
@@ -107,7 +105,7 @@ class BatchBuffers:
                 )
         return None
 
-    def _different_buffer(self) -> str | None:
+    def _different_buffer(self, taken: int) -> str | None:
         if not self._names:
             return None
         changed = set(self._changed(self._laid_out))
@@ -119,7 +117,7 @@ class BatchBuffers:
         if different is None:
             return None
         return (
-            f"{self._described(different)}, and before update {self._steps_taken() + 1} the data ranks hold different "
+            f"{self._described(different)}, and before update {taken + 1} the data ranks hold different "
             f"values of it. {_REMEDY}. A buffer that is meant to be each rank's own is registered with persistent=False"
         )
 
@@ -151,9 +149,9 @@ class BatchBuffers:
 
     def _of_any_stage(self, message: str | None) -> str | None:
         """The `message` of a stage, on the ranks of all stages."""
-        found = torch.tensor([float(message is not None)], device=self._device)
-        all_reduce_(found, self._mesh.world_group, what="whether forwards changed buffers")
-        if not found.item():
+        flag = torch.tensor([float(message is not None)], device=self._device)
+        all_reduce_(flag, self._mesh.world_group, what="whether forwards changed buffers")
+        if not flag.item():
             return None
         messages: list[str | None] = [None] * self._mesh.world_group.size()
         dist.all_gather_object(messages, message, group=self._mesh.world_group)

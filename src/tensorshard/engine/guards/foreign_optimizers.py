@@ -1,6 +1,6 @@
 """Optimizers that the user built on a model's parameters, beside the one that parallelize made.
 
-One on the parameters of a laid-out model trains them: before its step, the Engine completes and clips the gradients.
+One on the parameters of a sharded model trains them: before its step, the Engine completes and clips the gradients.
 One on parameters that the model had before would train nothing. It is refused.
 """
 
@@ -88,18 +88,18 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     Raises:
         RuntimeError: it is not an Engine's, and holds parameters of a model that a plan has laid out.
     """
-    found = _trained_by(optimizer)
-    if isinstance(found, _Engines):
-        before_step = found.before_step
+    mark = _trained_by(optimizer)
+    if isinstance(mark, _Engines):
+        before_step = mark.before_step
         if before_step is not None and _HOLDER not in vars(optimizer):
             before_step(type(optimizer).__name__)
             vars(optimizer)[_STEPPED] = True
             return
-        found = _LAID_OUT if before_step is not None else None
-    if found is None:
+        mark = _LAID_OUT if before_step is not None else None
+    if mark is None:
         return
     holder = vars(optimizer).get(_HOLDER)
-    if holder is not None and found == _LAID_OUT:
+    if holder is not None and mark == _LAID_OUT:
         name = type(optimizer).__name__
         raise RuntimeError(
             f"the {holder} that parallelize(optimizer=...) made updates through the {name} that it holds. Only the "
@@ -107,12 +107,12 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"clipping and precision surround its step(). Return the {name} itself, and do what the {holder} adds in "
             f"the loop, around engine.optimizer.step(); or return one class of Optimizer whose step() does both"
         )
-    raise RuntimeError(_sentence(type(optimizer).__name__, found))
+    raise RuntimeError(_sentence(type(optimizer).__name__, mark))
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers among the attributes of `optimizer`, or in lists and dicts there, and those that they hold."""
-    found: list[torch.optim.Optimizer] = []
+    held: list[torch.optim.Optimizer] = []
     todo = [optimizer]
     while todo:
         for value in vars(todo.pop()).values():
@@ -120,11 +120,11 @@ def _held_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             )
             inner = [
-                v for v in members if isinstance(v, torch.optim.Optimizer) and v is not optimizer and v not in found
+                v for v in members if isinstance(v, torch.optim.Optimizer) and v is not optimizer and v not in held
             ]
-            found += inner
+            held += inner
             todo += inner
-    return found
+    return held
 
 
 def warn_of_schedulers() -> None:
@@ -134,17 +134,17 @@ def warn_of_schedulers() -> None:
     the user. torch has no hook for making or stepping a scheduler. So this looks for them among all objects, once per
     Engine.
     """
-    for found in gc.get_objects():
-        if not issubclass(type(found), LRScheduler) or not hasattr(found, "optimizer"):
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), LRScheduler) or not hasattr(candidate, "optimizer"):
             continue
-        mark = _trained_by(found.optimizer)
-        if isinstance(mark, _Engines) and (mark.before_step is None or _STEPPED in vars(found.optimizer)):
+        mark = _trained_by(candidate.optimizer)
+        if isinstance(mark, _Engines) and (mark.before_step is None or _STEPPED in vars(candidate.optimizer)):
             continue
         if mark is not None:
             logger.warning(
                 "a %s sets the learning rates of an %s that does not train the model: build it on engine.optimizer",
-                type(found).__name__,
-                type(found.optimizer).__name__,
+                type(candidate).__name__,
+                type(candidate.optimizer).__name__,
             )
 
 
@@ -158,12 +158,12 @@ def _trained_by(optimizer: torch.optim.Optimizer) -> str | _Engines | None:
     return next((mark for mark in marks if mark is not None), None)
 
 
-def _sentence(name: str, found: str) -> str:
+def _sentence(name: str, mark: str) -> str:
     remedy = (
         "give parallelize(optimizer=functools.partial(...)), call engine.optimizer.step(), and build learning-rate "
         "schedulers on engine.optimizer"
     )
-    if found == _REPLACED:
+    if mark == _REPLACED:
         return (
             f"this {name} was built on the parameters that the model had before tensorshard.parallelize laid it out. "
             f"The model has others now, so it trains nothing: {remedy}"

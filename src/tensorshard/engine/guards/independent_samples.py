@@ -58,14 +58,14 @@ def check_independent_samples(
                 "debug: whether the loss couples samples is not checked: the ranks' batches cannot be joined"
             )
         return
-    found = evaluate(inputs, targets).item()
+    first = evaluate(inputs, targets).item()
     other = evaluate(*dealt).item()
-    if mesh.rank == 0 and abs(found - other) > tolerance * max(abs(found), abs(other)):
+    if mesh.rank == 0 and abs(first - other) > tolerance * max(abs(first), abs(other)):
         logger.warning(
             "debug: the loss of the first batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "
             "%d micro-batches in another order. So it couples samples, and depends on the number of ranks. %s "
             "(docs/coupled-losses.md)",
-            found,
+            first,
             other,
             mesh.dp_size,
             micro_batches,
@@ -90,7 +90,7 @@ def _dealt_otherwise(batches: list[Any], rank: int) -> Any:
     order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(_SEED), device="cpu")
     mine = order[start : start + sizes[rank]]
     leaves = []
-    for column in zip(*(found for found, _ in flat), strict=True):
+    for column in zip(*(flattened for flattened, _ in flat), strict=True):
         first = column[0]
         if not isinstance(first, torch.Tensor) or first.dim() == 0:
             leaves.append(first)

@@ -42,7 +42,7 @@ class UnsuitableOptimizerError(ValueError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Kind:
-    """Parameters that an optimizer treats alike."""
+    """Parameters that an optimizer treats in the same way."""
 
     group: int
     ndim: int
@@ -127,11 +127,11 @@ def _check_shards(build: Build, trained: Mapping[str, nn.Parameter], sharded: li
     shards = whole.like(build, trained)
     try:
         shards.run(names)
-        found = {name: _full(shards.parameters[name]) for name in names}
+        updated = {name: _full(shards.parameters[name]) for name in names}
     except Exception as error:
         raise UnsuitableOptimizerError(f"{refused}its step fails with them ({_first_line(error)}); {advice}") from error
     for name in names:
-        if not whole.agrees(name, found[name]):
+        if not whole.agrees(name, updated[name]):
             raise UnsuitableOptimizerError(
                 f"{refused}its update of {name!r} would depend on how it is sharded, as it couples a tensor's elements "
                 f"in a way that DTensors do not show, or draws random numbers; {advice}"
@@ -217,11 +217,11 @@ class _Trial:
         derived._build(build)
         return derived
 
-    def agrees(self, name: str, found: torch.Tensor) -> bool:
-        """Whether `found` is what the parameter has become."""
+    def agrees(self, name: str, value: torch.Tensor) -> bool:
+        """Whether `value` is what the parameter has become."""
         expected = self.parameters[name].detach()
         moved = (expected - self.start[name]).abs().max()
-        return bool((found.cpu() - expected).abs().max() <= _TOLERANCE * moved)
+        return bool((value.cpu() - expected).abs().max() <= _TOLERANCE * moved)
 
 
 def _slope(shape: list[int], dim: int | None) -> torch.Tensor:

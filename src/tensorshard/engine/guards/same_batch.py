@@ -49,11 +49,11 @@ class SameBatch:
             return
         shapes = _digest((call, inputs, targets), values=False)
         rows = self._gathered([dist.get_rank(), shapes, int((call, shapes) not in self._compared)])
-        alike = len({row[1] for row in rows}) == 1
-        if alike and any(row[2] for row in rows):
+        equal = len({row[1] for row in rows}) == 1
+        if equal and any(row[2] for row in rows):
             rows = self._gathered([dist.get_rank(), _digest((inputs, targets), values=True), 0])
-            alike = len({row[1] for row in rows}) == 1
-        if not alike:
+            equal = len({row[1] for row in rows}) == 1
+        if not equal:
             self._refuse(call, rows, inputs)
         self._compared.add((call, shapes))
 
@@ -69,9 +69,9 @@ class SameBatch:
     def _refuse(self, call: str, rows: list[list[int]], inputs: Any) -> None:
         described: list[Any] = [(dist.get_rank(), _described(inputs))]
         for group in self._groups:
-            found: list[Any] = [None] * group.size()
-            dist.all_gather_object(found, described, group=group)
-            described = [entry for entries in found for entry in entries]
+            gathered: list[Any] = [None] * group.size()
+            dist.all_gather_object(gathered, described, group=group)
+            described = [entry for entries in gathered for entry in entries]
         inputs_of = dict(described)
         first = rows[0]
         other = next(row for row in rows if row[1] != first[1])

@@ -23,23 +23,29 @@ from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 
-class GuardedStateDicts:
-    """Hooks around the state dicts of `sharded`'s model.
+def guard_state_dicts(sharded: ShardedModel, plan: Plan) -> None:
+    """Makes ``state_dict`` and ``load_state_dict`` of the model of `sharded`, and deep copies of it, right or refused.
 
     Args:
         plan: for messages.
-
-    Attributes:
-        holds_parts: whether this rank has only parts of the model's parameters.
     """
+    _StateDicts(sharded, plan).register_hooks()
+
+
+class _StateDicts:
+    """Hooks around the state dicts of `sharded`'s model."""
 
     def __init__(self, sharded: ShardedModel, plan: Plan) -> None:
         self._sharded = sharded
         self._plan = plan
         self._loaded = False  # whether a state dict was loaded that the copies of the master weights do not have yet
         self._modules = {id(module) for module in sharded.model.modules()}
+        # Whether this rank has only parts of the model's parameters.
+        self._holds_parts = plan.pp > 1 or any(map(sharded.shows_part, sharded.masters()))
+
+    def register_hooks(self) -> None:
+        sharded, plan = self._sharded, self._plan
         sharded_names = {name for name in sharded.masters() if sharded.is_part(name)}
-        self.holds_parts = plan.pp > 1 or any(map(sharded.shows_part, sharded.masters()))
         for path, module in sharded.model.named_modules():
             prefix = f"{path}." if path else ""
             names = {name: sharded.aliases().get(prefix + name, prefix + name) for name in own_parameters(module)}
@@ -52,7 +58,7 @@ class GuardedStateDicts:
             module.register_load_state_dict_pre_hook(self._for_own(take_parts))
         if plan.pp == 1:
             hook_root(sharded.model, RootRole.LOADED_WEIGHTS, before=lambda *_: self.follow())
-        if self.holds_parts:
+        if self._holds_parts:
             vars(sharded.model)["__deepcopy__"] = self._refuse_copy  # copy.deepcopy calls it
 
     def _for_own(self, hook: Callable[..., None]) -> Callable[..., None]:
@@ -82,7 +88,7 @@ class GuardedStateDicts:
     def _refuse_part(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars:  # its callers, such as FSDP's code and ours, know what they get
             return
-        held = "only this rank's parts of the weights" if self.holds_parts else "weights that are rounded to 16 bits"
+        held = "only this rank's parts of the weights" if self._holds_parts else "weights that are rounded to 16 bits"
         raise RuntimeError(
             f"state_dict() of the laid-out model (as by torch.save(model.state_dict()) or save_pretrained) would hold "
             f"{held}, under {self._described()}. Call engine.full_state_dict() on "
@@ -95,7 +101,7 @@ class GuardedStateDicts:
         fields = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1]
         if self._plan.dp_shard > 1:
             fields.insert(0, f"zero={self._plan.zero}")
-        if not self.holds_parts:
+        if not self._holds_parts:
             fields.append(f"precision={self._plan.precision!r}")
         return f"a plan with {', '.join(fields)}"
 

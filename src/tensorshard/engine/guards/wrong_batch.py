@@ -35,16 +35,16 @@ def explained_loss(output: Any, targets: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = _tensors(targets)
+        tensors = _tensors(targets)
         text = str(error)
-        integers = [t for t in found if not t.is_floating_point() and t.numel()]
+        integers = [t for t in tensors if not t.is_floating_point() and t.numel()]
         if isinstance(error, IndexError) and "out of bounds" in text and integers:
             shapes = ", ".join(str(list(t.shape)) for t in _tensors(output))
             raise OutOfRangeError(
                 f"the targets of this batch do not fit the loss: {text} They are {_ranges(integers)}, for an output of "
                 f"shape {shapes}: class numbers are 0 to the number of classes minus 1, or the loss's ignore_index"
             ) from error
-        floating = [t for t in found if t.is_floating_point()]
+        floating = [t for t in tensors if t.is_floating_point()]
         if isinstance(error, RuntimeError) and floating and any(sign in text for sign in _FLOATING_TARGETS):
             raise RuntimeError(
                 f"the targets of this batch do not fit the loss: {text.splitlines()[0]}. They are {floating[0].dtype} "

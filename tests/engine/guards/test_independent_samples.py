@@ -15,7 +15,7 @@ from log_lines import logged
 from tensorshard.models import GPT, next_token_loss
 from toys import squares
 
-_PATH = Path(__file__).parents[2] / "examples" / "contrastive.py"
+_PATH = Path(__file__).parents[3] / "examples" / "contrastive.py"
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
