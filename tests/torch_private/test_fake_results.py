@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from tensorshard.models.gpt import GPT
+from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves
-from tensorshard.torch_private.storages import runs_backward
 from tensorshard.torch_private.tensors import storage_address
 
 
@@ -25,7 +25,7 @@ class _Seen(TorchDispatchMode):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         output = func(*args, **(kwargs or {}))
         if func.namespace != "profiler":  # the optimizer's steps are marked for profilers
-            self.calls.append((str(func), runs_backward(), *(_seen(leaf, given) for leaf in tree_leaves(output))))
+            self.calls.append((str(func), is_in_backward(), *(_seen(leaf, given) for leaf in tree_leaves(output))))
         return output
 
 

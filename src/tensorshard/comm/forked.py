@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, Generic, NoReturn, TypeVar
 
+from tensorshard.common.quantities import first_line
 from tensorshard.host.memory import cores_here
 from tensorshard.torch_private.process_groups import forget_world, world_set_aside
 
@@ -52,7 +53,7 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
             with world_set_aside():
                 return work()
         except Exception as error:
-            raise TriedInVain(_first_line(error)) from error
+            raise TriedInVain(first_line(error)) from error
     finally:
         fork.end()
 
@@ -191,9 +192,4 @@ def _work_and_send(work: Callable[[], object], sender: Connection) -> None:
     try:
         sender.send((True, work()))
     except Exception as error:
-        sender.send((False, _first_line(error)))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
+        sender.send((False, first_line(error)))

@@ -101,6 +101,9 @@ class _SimulatedWorld:
         return default
 
 
+_REAL, _SIMULATED = _RealWorld(), _SimulatedWorld()
+
+
 def world() -> World:
     """The world that this process runs in: a simulated one under a ``FakeTensorMode``, as in an estimate."""
-    return _RealWorld() if active_fake_mode() is None else _SimulatedWorld()
+    return _REAL if active_fake_mode() is None else _SIMULATED

@@ -1,4 +1,4 @@
-"""Numbers and times, for people."""
+"""Numbers, times and errors, for people."""
 
 
 def format_count(number: float) -> str:
@@ -25,3 +25,9 @@ def size_text(nbytes: float) -> str:
         size, unit = size / 1024, unit + 1
     digits = 0 if unit == 0 or abs(size) >= 100 else 1 if abs(size) >= 10 else 2
     return f"{size:.{digits}f} {_UNITS[unit]}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what `error` says, or its class if it says nothing."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.config.config_error import ConfigError, MissingValueError
 from tensorshard.config.lazy import calls, find_target
 
@@ -34,11 +35,15 @@ def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) ->
     for where, call in calls(resolved(config, source)):
         name = call["_target_"]
         key = where or "the config"
-        if not isinstance(name, str) or not _is_in(name, allowed) or (_is_in(name, _REFUSED) and name not in allow):
+        if (
+            not isinstance(name, str)
+            or not is_inside(name, allowed)
+            or (is_inside(name, _REFUSED) and name not in allow)
+        ):
             raise ConfigError(_refusal(source, key, name, str(name).rpartition(".")[0]))
         # A module's attributes include what it imports: torch.nn.functional.torch.hub does not belong to torch.nn.
         home = str(getattr(find_target(name, key), "__module__", None))
-        if not _is_in(home, allowed) or (_is_in(home, _REFUSED) and home not in allow):
+        if not is_inside(home, allowed) or (is_inside(home, _REFUSED) and home not in allow):
             raise ConfigError(_refusal(source, key, f"{name}, which is {home}'s", home))
         if call.get(_CODE_FLAG):
             raise ConfigError(
@@ -51,7 +56,7 @@ def modules_to_allow(config: DictConfig) -> list[str]:
     """The top-level modules that must be allowed before a YAML file of `config` can be read."""
     container = OmegaConf.to_container(config, resolve=True)
     names = [str(call["_target_"]) for _, call in calls(container)]
-    return sorted({name.partition(".")[0] for name in names if not _is_in(name, ALLOWED)})
+    return sorted({name.partition(".")[0] for name in names if not is_inside(name, ALLOWED)})
 
 
 def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False) -> Any:
@@ -70,10 +75,6 @@ def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False)
         missing = isinstance(error, MissingMandatoryValue) and str(error.key) == "source"
         hint = f"; give {error.full_key}=FILE, as `tensorshard data tokenize TEXT...` writes it" if missing else ""
         raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}{hint}") from error
-
-
-def _is_in(name: str, modules: Iterable[str]) -> bool:
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _refusal(source: str, key: str, name: Any, module: str) -> str:

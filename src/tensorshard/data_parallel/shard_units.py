@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.model.blocks import find_blocks, select_modules
 
 
@@ -40,7 +41,7 @@ def stage_shard_units(
         return _block_units(blocks, requested)
     of_stage: list[list[nn.Module]] = []
     for name in _outermost(select_modules(whole, requested)):
-        if any(name == unit or name.startswith(f"{unit}.") for unit in units):
+        if is_inside(name, units):
             of_stage.append([stage.get_submodule(name)])
             continue
         within = [stage.get_submodule(unit) for unit in units if unit.startswith(f"{name}.")]

@@ -33,8 +33,8 @@ from tensorshard.data_parallel.tensor_functions import (
 )
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute
-from tensorshard.torch_private.pytree import tree_leaves, tree_map
-from tensorshard.torch_private.tensors import storage_address
+from tensorshard.torch_private.pytree import tree_map, tree_tensors
+from tensorshard.torch_private.tensors import share_storage
 
 _READER = "_tensorshard_reader"
 _GRADIENT = "_whole_gradient"  # one that the user gave, until it is averaged over the data ranks
@@ -194,7 +194,7 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     """Computes something new: on shards, where that is possible and no gradient is recorded."""
     if kwargs.get("out") is not None:
         return _write(func, args, kwargs)
-    leaves = _tensors((args, kwargs))
+    leaves = tree_tensors((args, kwargs))
     if getattr(func, "__name__", "") in VIEWS and isinstance(args[0], DTensor) and not _is_recorded(leaves):
         rest = tree_map(lambda leaf: leaf if leaf is args[0] else _full(leaf), (args, kwargs))
         return _mixable(view_of(args[0], lambda: _full(args[0]), func, *rest))
@@ -239,7 +239,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     if target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if name.strip("_") in ELEMENTWISE:
-        _note_write(target, [leaf for leaf in _tensors((args, kwargs)) if not isinstance(leaf, DTensor)])
+        _note_write(target, [leaf for leaf in tree_tensors((args, kwargs)) if not isinstance(leaf, DTensor)])
         args, kwargs = tree_map(lambda leaf: _cut(leaf, target), (args, kwargs))
         result = _native(func, args, kwargs)
         with without_torch_functions_of_tensors():
@@ -314,10 +314,6 @@ def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
     if not readers:
         return _compute_full(func, args, kwargs)
     return readers[0].differentiate(arguments)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_recorded(leaves: list[torch.Tensor]) -> bool:
@@ -395,7 +391,7 @@ def as_views(result: Any, target: DTensor, full: torch.Tensor) -> Any:
     """Those tensors of `result` that are views of `full`, which was gathered from `target`, take writes over to it."""
 
     def view(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not _share_memory(leaf, full):
+        if not isinstance(leaf, torch.Tensor) or not share_storage(leaf, full):
             return leaf
         made = leaf.as_subclass(FullTensorView)
         made._of = (target, full)
@@ -429,8 +425,4 @@ def view_of(target: DTensor, gather: Callable[[], torch.Tensor], func: Any, args
 
 
 def _views_shard(part: DTensor, target: DTensor) -> bool:
-    return part.numel() == 0 or _share_memory(part.to_local(), target.to_local())
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return storage_address(one.untyped_storage()) == storage_address(other.untyped_storage())
+    return part.numel() == 0 or share_storage(part.to_local(), target.to_local())

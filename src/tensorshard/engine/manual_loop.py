@@ -235,11 +235,7 @@ class ManualLoop:
         with explained("engine.optimizer.step"), self._forwards.inside_engine_call():
             self._changes.check()
             self._trained.check()
-            self._complete_gradients()
-            self._gradients.check_equal_on_tensor_ranks()
-            checked = self._gradients.prepare(None, None, steps_taken=self._steps.taken, measure=True)
-            if checked is not None:
-                self._gradients.scale(checked.scale)
+            if self._prepare_gradients():
                 update()
         self._steps.count()
         return result
@@ -274,11 +270,17 @@ class ManualLoop:
         self._check_complete(f"step() of this {name}")
         with explained(f"step() of this {name}"), self._forwards.inside_engine_call():
             self._changes.check()
-            self._complete_gradients()
-            self._gradients.check_equal_on_tensor_ranks()
-            checked = self._gradients.prepare(None, None, steps_taken=self._steps.taken, measure=True)
-            assert checked is not None  # as there is no loss scaling
-            self._gradients.scale(checked.scale)
+            self._prepare_gradients()
+
+    def _prepare_gradients(self) -> bool:
+        """Completes, checks, clips and scales the gradients for an update; False if fp16 overflowed."""
+        self._complete_gradients()
+        self._gradients.check_equal_on_tensor_ranks()
+        checked = self._gradients.prepare(None, None, steps_taken=self._steps.taken, measure=True)
+        if checked is None:
+            return False
+        self._gradients.scale(checked.scale)
+        return True
 
     def _complete_gradients(self) -> None:
         self._sharded.finish_backward()

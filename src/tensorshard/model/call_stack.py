@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.torch_private.modules import MODULE_CALLS, MODULE_LOADS
 
 _MARK = "_tensorshard_computes_on_parts"  # the key in a module's __dict__, which its deep copies have, too
@@ -49,8 +50,8 @@ def is_called_by_user(first: FrameType | None, optimizer: Any = None, *, within_
     while frame is not None:
         if asking:
             name = frame.f_globals.get("__name__", "")
-            if not _is_within(name, *_PASSED_ON):
-                if _is_within(name, _OWN) and not _is_within(name, _USERS):
+            if not is_inside(name, _PASSED_ON):
+                if is_inside(name, [_OWN]) and not is_inside(name, [_USERS]):
                     return False
                 asking = False
                 if within_calls:
@@ -63,10 +64,6 @@ def is_called_by_user(first: FrameType | None, optimizer: Any = None, *, within_
             return False
         frame = frame.f_back
     return True
-
-
-def _is_within(name: str, *packages: str) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def users_line() -> str:

@@ -151,15 +151,19 @@ class Entries(Place):
             kind.__setitem__(self.holder, key, replaced.get(id(value), value))
 
 
-class Items(Place):
-    """A list or a deque."""
+class _Elements(Place):
+    """What a container holds, in its order."""
 
-    def __init__(self, holder: list[Any] | deque[Any]) -> None:
+    def __init__(self, holder: Any) -> None:
         self.holder = holder
         self.values = tuple(holder)
 
     def is_same(self) -> bool:
         return _same_values(self.holder, self.holder, self.values)
+
+
+class Items(_Elements):
+    """A list or a deque."""
 
     def now(self) -> "Items":
         return Items(self.holder)
@@ -170,15 +174,8 @@ class Items(Place):
         kind.extend(self.holder, [replaced.get(id(value), value) for value in self.values])
 
 
-class Members(Place):
+class Members(_Elements):
     """A set."""
-
-    def __init__(self, holder: set[Any]) -> None:
-        self.holder = holder
-        self.values = tuple(holder)
-
-    def is_same(self) -> bool:
-        return _same_values(self.holder, self.holder, self.values)  # type: ignore[arg-type]
 
     def now(self) -> "Members":
         return Members(self.holder)

@@ -14,7 +14,7 @@ from torch import nn
 
 from tensorshard.torch_private.dispatch import NOT_CALLED, without_torch_functions_of_tensors
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
-from tensorshard.torch_private.tensors import storage_address, tensor_version
+from tensorshard.torch_private.tensors import share_storage, tensor_version
 
 _WATCHES = "_tensorshard_watches"  # a key in a parameter's __dict__
 _TAKEN = "_tensorshard_data_taken"
@@ -306,7 +306,7 @@ class Source:
     def _shares_memory(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return False
-        return storage_address(tensor.untyped_storage()) == storage_address(self.base.untyped_storage())
+        return share_storage(tensor, self.base)
 
 
 class WrittenThrough(torch.Tensor):

@@ -11,7 +11,7 @@ from tensorshard.offload.tiers import DeviceSlot, Slot, Tiers, laid_out_like
 from tensorshard.offload.transfers import Move, Transfers, Work
 from tensorshard.offload.updates import tiles
 from tensorshard.torch_private.operators import foreach_norm
-from tensorshard.torch_private.tensors import storage_address, tensor_version
+from tensorshard.torch_private.tensors import share_storage, tensor_version
 
 
 class OffloadedGradients:
@@ -123,7 +123,7 @@ class OffloadedGradients:
     def slot(self, master: nn.Parameter) -> Slot | None:
         """The slot that the gradient of `master` is in; None if it is in the device's memory."""
         slot = self._places.get(master)
-        if slot is None or master.grad is None or not _same_storage(to_local(master.grad), slot.tensor):
+        if slot is None or master.grad is None or not share_storage(to_local(master.grad), slot.tensor):
             return None
         return slot
 
@@ -152,7 +152,3 @@ def _add_tile(tensors: list[torch.Tensor]) -> None:
 def _version(master: nn.Parameter) -> int:
     """A number that grows with each in-place change of the gradient of `master`."""
     return -2 if master.grad is None else tensor_version(to_local(master.grad))
-
-
-def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return storage_address(one.untyped_storage()) == storage_address(other.untyped_storage())

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.model.global_state import restored_globals
 from tensorshard.model.parameters import ParameterPlaces, like
 from tensorshard.parallelize.part import Part, PassContext
@@ -116,7 +117,7 @@ def _sequence_splits(part: Part, sequence: Mapping[str, SequenceSplit]) -> dict[
             )
     runs: list[list[str]] = []  # consecutive blocks between which the sequence stays split
     for unit in units:
-        for name in (name for name in sequence if name == unit or name.startswith(f"{unit}.")):
+        for name in (name for name in sequence if is_inside(name, [unit])):
             if sequence[name].scatters or not runs:
                 runs.append([])
             runs[-1].append(name)

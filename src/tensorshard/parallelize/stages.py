@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.decisions import broadcast_first, decide_once
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.data_parallel.shard_units import stage_shard_units
 from tensorshard.model.blocks import find_blocks, select_modules
 from tensorshard.model.fake_copies import copy_with
@@ -61,9 +62,7 @@ def shard_stages(
 
 
 def _part_of(stage: StageModule, model: nn.Module, value_of: Callable[[str], torch.Tensor], plan: Plan) -> Part:
-    names = (
-        name for name in find_blocks(model) if any(name == unit or name.startswith(f"{unit}.") for unit in stage.units)
-    )
+    names = (name for name in find_blocks(model) if is_inside(name, stage.units))
     blocks = list(dict.fromkeys(map(stage.module.get_submodule, names)))  # one may have several names
     computed = {inner for unit in stage.units.values() for inner in unit.modules()}
     return Part(

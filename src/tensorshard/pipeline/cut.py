@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.trace.call_graph import CallGraph, Leaf, spans
 
@@ -188,7 +189,7 @@ def _named_positions(graph: CallGraph, split: list[str], stages: int) -> list[in
 def _first_call(graph: CallGraph, name: str) -> int:
     names = [call.unit for call in graph.calls]
     for index, unit in enumerate(names):
-        if unit == name or unit.startswith(f"{name}."):
+        if is_inside(unit, [name]):
             return index
     enclosing = [unit for unit in names if name.startswith(f"{unit}.")]
     if enclosing:

@@ -5,5 +5,4 @@ from tensorshard.plan.plan import Plan
 
 __all__ = ["Offload", "Plan"]
 
-for _class in (Plan, Offload):  # configs name classes by the module that they are imported from
-    _class.__module__ = __name__
+Plan.__module__ = Offload.__module__ = __name__  # configs name classes by the module that they are imported from

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tensorshard.common.quantities import size_text
+from tensorshard.common.quantities import seconds_words, size_text
 from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor, RankEstimate
 from tensorshard.predict.step_time import StepTime
 
@@ -85,11 +85,8 @@ def time_lines(time: StepTime, samples_per_second: float | None, *, measured: bo
     grade = "from measured rates" if measured else "not validated"
     rate = f", {samples_per_second:,.1f} samples/s" if samples_per_second is not None else ""
     shares = [f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.by_category.items() if seconds > 0]
+    span = f"{seconds_words(time.low)} to {seconds_words(time.high)}"
     return [
-        f"a step takes {_seconds(time.seconds)} ({_seconds(time.low)} to {_seconds(time.high)}){rate}, {grade}:",
+        f"a step takes {seconds_words(time.seconds)} ({span}){rate}, {grade}:",
         f"  {', '.join(shares)}",
     ]
-
-
-def _seconds(time: float) -> str:
-    return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.2f} ms"

@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.model.call_stack import users_line
 from tensorshard.predict.operation_ledger import OperationLedger
+from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import DEVICE, FakeTensor, active_fake_mode, fake_device
 from tensorshard.torch_private.pytree import tree_leaves
-from tensorshard.torch_private.storages import runs_backward, watched_resizes
+from tensorshard.torch_private.storages import watched_resizes
 from tensorshard.torch_private.tensors import storage_address
 
 
@@ -115,7 +116,7 @@ class StorageLedger(TorchDispatchMode):
             return "initialization"
         if self.updating:
             return "update"
-        return "backward" if runs_backward() else "forward"
+        return "backward" if is_in_backward() else "forward"
 
     def leave_out(self, numbers: Container[int]) -> None:
         """Removes the events of storages that are not in the device's memory."""

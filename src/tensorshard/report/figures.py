@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from tensorshard.common.dotted_names import flat_items
 from tensorshard.common.quantities import format_count, seconds_words, size_text
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.report.read_run import Run
@@ -31,7 +32,7 @@ def figures(runs: Sequence[Run]) -> Rows:
 
 def differences(runs: Sequence[Run]) -> Rows:
     """The settings that are not the same in all runs, by their keys in the config."""
-    flat = [dict(_flat(run.config)) for run in runs]
+    flat = [dict(flat_items(run.config)) for run in runs]
     keys = dict.fromkeys(key for own in flat for key in own if key not in _NOT_COMPARED)
     rows = [(key, [own.get(key, ABSENT) for own in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
@@ -168,11 +169,3 @@ def _log_every(run: Run) -> Any:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

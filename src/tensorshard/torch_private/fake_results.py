@@ -21,7 +21,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
+from tensorshard.torch_private.pytree import tree_leaves, tree_map_only, tree_tensors
 
 __all__ = ["KnownResult", "QuickFakeTensorMode"]
 
@@ -168,10 +168,10 @@ class QuickFakeTensorMode(FakeTensorMode):
         return True
 
     def _described(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KnownResult | None:
-        if func is _INDEX and any(t.dtype in (torch.bool, torch.int8, torch.uint8) for t in _tensors(args[1:])):
+        if func is _INDEX and any(t.dtype in (torch.bool, torch.int8, torch.uint8) for t in tree_tensors(args[1:])):
             return None  # as many values as the mask has ones
         given = [*args, *kwargs.values()]
-        storages = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+        storages = {tensor.untyped_storage()._cdata for tensor in tree_tensors(given)}
         kind = type(output) if type(output) in (tuple, list) else None
         outputs: list[_Tensor | int | None] = []
         for leaf in (output,) if kind is None else output:
@@ -256,10 +256,6 @@ def _depends_on_shapes(func: Any) -> bool:
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     )
     return not (func.is_view and implicit)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_history(leaf: Any) -> bool:

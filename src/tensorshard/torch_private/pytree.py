@@ -12,9 +12,22 @@ have to be registered there once more.
 
 from typing import Any
 
+import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_tensors", "tree_unflatten"]
+
+
+def tree_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of `tree`.
+
+    Why: as for `tree_leaves`.
+
+    Checked: torch 2.13.
+
+    Public way: as for `tree_leaves`.
+    """
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def spec_as_tuples(spec: TreeSpec) -> Any:

@@ -1,4 +1,4 @@
-"""Storages: when they are resized, and whether backward makes them."""
+"""Storages: when they are resized."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,15 +29,3 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-def runs_backward() -> bool:
-    """Whether autograd is running a backward in this thread.
-
-    Why: a new tensor is an activation in forward, and a gradient or a temporary in backward.
-
-    Checked: torch 2.11 and 2.13.
-
-    Public way: none.
-    """
-    return torch._C._current_graph_task_id() != -1

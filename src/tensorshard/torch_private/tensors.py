@@ -21,6 +21,18 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are on one storage; also for fake and meta tensors.
+
+    Why: as for :func:`storage_address`.
+
+    Checked: torch 2.13.
+
+    Public way: as for :func:`storage_address`.
+    """
+    return storage_address(one.untyped_storage()) == storage_address(other.untyped_storage())
+
+
 def detached_alike(tensor: torch.Tensor) -> torch.Tensor:
     """A detached alias of `tensor` that shares its version, made below autograd, in a dispatch mode.
 

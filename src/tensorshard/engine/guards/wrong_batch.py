@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.torch_private.pytree import tree_tensors
 
 _FLOATING_TARGETS = (
     "expected scalar type Long",
@@ -35,11 +35,11 @@ def explained_loss(output: Any, targets: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        tensors = _tensors(targets)
+        tensors = tree_tensors(targets)
         text = str(error)
         integers = [t for t in tensors if not t.is_floating_point() and t.numel()]
         if isinstance(error, IndexError) and "out of bounds" in text and integers:
-            shapes = ", ".join(str(list(t.shape)) for t in _tensors(output))
+            shapes = ", ".join(str(list(t.shape)) for t in tree_tensors(output))
             raise OutOfRangeError(
                 f"the targets of this batch do not fit the loss: {text} They are {_ranges(integers)}, for an output of "
                 f"shape {shapes}: class numbers are 0 to the number of classes minus 1, or the loss's ignore_index"
@@ -78,7 +78,7 @@ def note_inputs(error: BaseException, model: nn.Module, inputs: Any) -> None:
     """Adds a note to an `error` of a forward: what the inputs were and, if known, what is wrong with them."""
     sentence = _missing_rows(error, model, inputs)
     error.add_note(sentence or f"{type(model).__name__} was called with inputs of {_described(inputs)}")
-    if any(tensor.dim() and not tensor.size(0) for tensor in _tensors(inputs)):
+    if any(tensor.dim() and not tensor.size(0) for tensor in tree_tensors(inputs)):
         error.add_note(
             "this rank has no sample of the batch, and the model does not run without one: engine.step runs one in its "
             "place, and engine.loader(drop_last=True) leaves an epoch's last, smaller batch out"
@@ -89,7 +89,7 @@ def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | 
     """What is wrong with `inputs`, if the `error` is that an embedding has too few rows; None for other errors."""
     if not isinstance(error, IndexError) or "index out of range" not in str(error):
         return None
-    integers = [t for t in _tensors(inputs) if not t.is_floating_point() and t.numel()]
+    integers = [t for t in tree_tensors(inputs) if not t.is_floating_point() and t.numel()]
     largest = max((int(t.max()) for t in integers), default=0)
     least = min((int(t.min()) for t in integers), default=0)
     tables = {n: m.num_embeddings for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
@@ -102,10 +102,6 @@ def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | 
         f"are {_ranges(integers)}; of the embeddings, {listing}. Tokens must be within the vocabulary "
         f"that the model was built for"
     )
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _described(tree: Any) -> str:

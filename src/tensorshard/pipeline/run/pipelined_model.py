@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.sharding import to_local
 from tensorshard.model.parameters import buffer_aliases
 from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.cut import unit_stages
-from tensorshard.pipeline.run.shared_gradients import SharedGradients, local_of
+from tensorshard.pipeline.run.shared_gradients import SharedGradients
 from tensorshard.pipeline.run.shown_model import Access, ShownModel, guard_modules
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.plan.mesh import Mesh
@@ -234,7 +235,7 @@ class PipelinedModel(ShardedModel):
                 if first.grad is None:
                     first.grad = copy.grad
                 else:
-                    local_of(first.grad).add_(local_of(copy.grad))
+                    to_local(first.grad).add_(to_local(copy.grad))
                 copy.grad = None
 
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None:
@@ -278,7 +279,7 @@ class PipelinedModel(ShardedModel):
     @torch.no_grad()
     def _update_copies(self) -> None:
         for first, copy in self._copies:
-            local_of(copy).copy_(local_of(first))
+            to_local(copy).copy_(to_local(first))
 
     def finish_gather(self) -> None:
         for part in self.parts:

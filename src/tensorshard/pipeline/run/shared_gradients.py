@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.comm.sharding import dtensor_like
+from tensorshard.comm.sharding import dtensor_like, to_local
 
 
 class SharedGradients:
@@ -69,7 +69,7 @@ class SharedGradients:
         for name, who in ranks.items():
             master = self._masters[name]
             has = master.grad is not None
-            sent = local_of(master.grad if has else torch.zeros_like(master))  # type: ignore[arg-type]
+            sent = to_local(master.grad if has else torch.zeros_like(master))  # type: ignore[arg-type]
             own[name] = sent.contiguous().to(self._device)
             flag = torch.full((1,), float(has), device=own[name].device)
             received[name], counts[name] = {}, {}
@@ -109,8 +109,3 @@ class SharedGradients:
         for name, master in self._masters.items():
             master.grad = before[name]
         return sums
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that this rank has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

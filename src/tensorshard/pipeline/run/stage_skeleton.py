@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.world import world
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.model.copies import copy_module
 from tensorshard.model.fake_copies import keep_padding
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
@@ -82,10 +83,7 @@ def skeleton(model: nn.Module, keep: frozenset[str], stubs: set[str]) -> tuple[n
     keep_padding(copied)
     removed: list[Removed] = []
     aliases = parameter_aliases(copied) | buffer_aliases(copied)
-    inside = {
-        path: any(path == stub or path.startswith(f"{stub}.") for stub in stubs)
-        for path, _ in copied.named_modules(remove_duplicate=False)
-    }
+    inside = {path: is_inside(path, stubs) for path, _ in copied.named_modules(remove_duplicate=False)}
     kept = {module for path, module in copied.named_modules(remove_duplicate=False) if not inside[path]}
     for path, module in copied.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from tensorshard.common.dotted_names import is_inside
 from tensorshard.model.blocks import find_blocks
 from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 from tensorshard.tensor_parallel.verify.block_kinds import built_alike
@@ -60,7 +61,7 @@ def without_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> Ve
     left_out = blocks[kept:]
 
     def is_there(name: str) -> bool:
-        return not any(_is_in(name, block) for block in left_out)
+        return not is_inside(name, left_out)
 
     sequence = {name: split for name, split in table.sequence.items() if is_there(name)}
     if blocks[-1] in table.sequence:
@@ -80,7 +81,7 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
     """
     like, last = blocks[1], blocks[kept - 1]
     styles = [
-        {name.removeprefix(block): style for name, style in table.plan.entries.items() if _is_in(name, block)}
+        {name.removeprefix(block): style for name, style in table.plan.entries.items() if is_inside(name, [block])}
         for block in blocks[:kept]
     ]
     if any(one != styles[1] for one in styles):
@@ -92,9 +93,9 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
         shared += [
             tuple(_renamed(name, like, block) for name in names)
             for names in table.shared_inputs
-            if all(_is_in(name, like) for name in names)
+            if all(is_inside(name, [like]) for name in names)
         ]
-        not_random |= {_renamed(name, like, block) for name in table.not_random if _is_in(name, like)}
+        not_random |= {_renamed(name, like, block) for name in table.not_random if is_inside(name, [like])}
     sequence = dict(table.sequence)
     if like in sequence and last in sequence:
         sequence |= dict.fromkeys(blocks[kept - 1 : -1], sequence[like]) | {blocks[-1]: sequence[last]}
@@ -107,10 +108,6 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
         sequence=sequence,
         not_random=frozenset(not_random),
     )
-
-
-def _is_in(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
 
 
 def _renamed(name: str, block: str, other: str) -> str:

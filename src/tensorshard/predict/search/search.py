@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from tensorshard.common.quantities import first_line
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.caching_allocator import LARGE_SEGMENT
 from tensorshard.predict.estimate import REFUSALS, Estimate
@@ -270,7 +271,7 @@ class Search:
         try:
             self.traces[key] = run_trace(self.problem, key, self.traces[BASE].samples, self._equal_blocks)
         except REFUSALS as error:
-            one.refused = failed[key] = _first_line(error)
+            one.refused = failed[key] = first_line(error)
             return
         traced = self.traces.keys() - {key}
         for other in queue:
@@ -304,7 +305,7 @@ class Search:
         try:
             one.estimate = self.problem.estimate(one.plan, stop_above=self.problem.memory)
         except REFUSALS as error:
-            one.refused = _first_line(error)
+            one.refused = first_line(error)
             for other in self._refused_alike(one.plan):
                 other.refused = one.refused
             return
@@ -427,8 +428,3 @@ def _saves_more(plan: Plan, than: Plan) -> bool:
     if plan.micro_batches < than.micro_batches:
         return False
     return all(getattr(plan, name) == getattr(than, name) for name in _SAME)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.groups import Group, resolve_group
+from tensorshard.common.dotted_names import join_names
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Role, replace_forward
 from tensorshard.tensor_parallel.apply.attention import split_attention, use_layer_calls
@@ -59,7 +60,7 @@ from tensorshard.tensor_parallel.table.styles import (
     Slice,
     Sum,
 )
-from tensorshard.tensor_parallel.table.table import TensorTable, join_names
+from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 

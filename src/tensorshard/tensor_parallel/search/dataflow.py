@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.dotted_names import join_names
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import tensor_leaves
@@ -24,7 +25,6 @@ from tensorshard.tensor_parallel.table.layer_kinds import (
     is_multihead_attention,
     named_arguments,
 )
-from tensorshard.tensor_parallel.table.table import join_names
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from tensorshard.common.dotted_names import join_names
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.tensor_parallel.apply.apply_table import split_shares
@@ -24,7 +25,6 @@ from tensorshard.tensor_parallel.table.table import (
     VerifiedTable,
     collapse,
     first_names,
-    join_names,
     starred,
 )
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall

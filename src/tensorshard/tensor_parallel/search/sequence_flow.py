@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.dotted_names import join_names
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import storage_key, tensor_leaves
@@ -18,7 +19,6 @@ from tensorshard.tensor_parallel.table.layer_kinds import (
 )
 from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather, Rowwise, Style
 from tensorshard.tensor_parallel.table.styles import Heads, Sum
-from tensorshard.tensor_parallel.table.table import join_names
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 

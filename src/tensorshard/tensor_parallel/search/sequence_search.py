@@ -11,12 +11,13 @@ from itertools import product
 import torch
 from torch import nn
 
+from tensorshard.common.dotted_names import is_inside, join_names
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.search.sequence_flow import StreamFlow, follow_stream, leaves_as_long
 from tensorshard.tensor_parallel.table.layer_kinds import is_multihead_attention
 from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
-from tensorshard.tensor_parallel.table.table import is_inside, join_names, starred
+from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
@@ -284,7 +285,7 @@ def _unsplit_parts(block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
         name
         for name, part in block.named_children()
         if (any(True for _ in part.children()) or any(p.ndim > 1 for p in part.parameters()))
-        and not any(key == name or key.startswith(f"{name}.") for key in styles)
+        and not any(is_inside(key, [name]) for key in styles)
     ]
 
 

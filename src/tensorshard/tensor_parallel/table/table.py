@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from tensorshard.common.dotted_names import join_names
 from tensorshard.common.paths import read_utf8
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.layer_styles import Style
@@ -194,16 +195,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def starred(name: str) -> str:
     """`name` with every index into a list replaced by ``*``."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def join_names(outer: str, inner: str) -> str:
-    """The name in a model of what the module `outer` calls `inner`; "" is the model, or the module, itself."""
-    return f"{outer}.{inner}" if outer and inner else outer or inner
-
-
-def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether `name` is that of one of `modules`, or of something in it."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _tied_layers(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

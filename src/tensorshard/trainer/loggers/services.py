@@ -5,10 +5,11 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tensorshard.common.dotted_names import flat_items
 from tensorshard.config import ConfigError
 from tensorshard.config.config_error import suggest
 from tensorshard.trainer.loggers.logger import Logger
@@ -211,7 +212,7 @@ class MlflowLogger(Logger):
         from mlflow.entities import Param, RunTag
 
         there = client.get_run(self._run_id).data.params
-        given = dict(_flat(self.config))
+        given = dict(flat_items(self.config))
         new = [Param(key, value) for key, value in given.items() if key not in there]
         changed = [(key, value) for key, value in given.items() if there.get(key, value) != value]
         for first in range(0, len(new), _PARAMETERS_A_CALL):
@@ -242,12 +243,3 @@ class MlflowLogger(Logger):
         if self._client is not None:
             self._client.set_terminated(self._run_id, status=self._status)
             self._client = None
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values of a nested `config` as text, by keys such as ``train.steps``."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

@@ -23,7 +23,7 @@ from tensorshard.torch_private.fake_tensors import (
 )
 from tensorshard.torch_private.modules import truncated_normal_replaced
 from tensorshard.torch_private.operators import OpOverload, schema
-from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only
+from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only, tree_tensors
 from tensorshard.torch_private.tensors import mark_as_parameter, storage_address
 from tensorshard.weights.initial.operation_log import Arguments, Log, Operation, TensorRef
 
@@ -252,7 +252,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for position, argument in enumerate(schema(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return tree_tensors(values)
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:
