@@ -46,7 +46,7 @@ def _serve(connection: Connection) -> None:
             task = connection.recv()
         except (EOFError, KeyboardInterrupt):
             return
-        rank, world_size, store_path, environment, function, args, kwargs = task
+        rank, world_size, store_path, environment, group_timeout, function, args, kwargs = task
         os.environ.update(environment)
         try:
             dist.init_process_group(
@@ -54,7 +54,7 @@ def _serve(connection: Connection) -> None:
                 store=dist.FileStore(store_path, world_size),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=_TIMEOUT_SECONDS - 60),
+                timeout=timedelta(seconds=group_timeout),
             )
             dist.barrier()  # a rank that raises at once must not leave while another is still joining
             torch.manual_seed(0)
@@ -92,9 +92,14 @@ class RankPool:
         *args: Any,
         environment: dict[str, str] | None = None,
         timeout: float = _TIMEOUT_SECONDS,
+        group_timeout: float = _TIMEOUT_SECONDS - 60,
         **kwargs: Any,
     ) -> list[Any]:
-        """What `function(*args, **kwargs)` returned on each of `world_size` ranks, in their order."""
+        """What `function(*args, **kwargs)` returned on each of `world_size` ranks, in their order.
+
+        Args:
+            timeout: seconds for all of it. group_timeout: seconds that a rank waits for others in a collective.
+        """
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
@@ -102,7 +107,7 @@ class RankPool:
                 env = {**(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 env["WORLD_SIZE"] = str(world_size)
                 env["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
-                self._workers[rank][1].send((rank, world_size, store, env, function, args, kwargs))
+                self._workers[rank][1].send((rank, world_size, store, env, group_timeout, function, args, kwargs))
             return self._collect(world_size, timeout)
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
