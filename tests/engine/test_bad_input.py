@@ -164,7 +164,6 @@ def _holds_others() -> dict[str, Any]:
         (_split_already, "ValueError: module '1' is a ParallelLinear that is split over 2 ranks already, but a plan"),
         (_no_module, "TypeError: the callable returned a str, where an nn.Module was expected"),
         (partial(_model_of_zeros, (2,), torch.float64), "ValueError: zero=3 gathers parameters of one type together"),
-        (partial(_model_of_zeros, (0, 3), torch.float32), "ValueError: parameter 'special' of shape (0, 3) is empty"),
         (_returns_nothing, "TypeError: optimizer(parameters) returned a NoneType; it must return a torch Optimizer"),
         (_holds_others, "ValueError: the optimizer holds a parameter of shape (7,) that it was not given"),
     ],
