@@ -85,7 +85,11 @@ def test_the_best_by_its_estimate_is_found_and_predictions_are_near_estimates():
     for one in done.considered:
         was_estimated = one.is_estimated
         if not was_estimated and one.candidate.order % 20 == 5 and not one.refused:
-            one.estimate = done.problem.estimate(one.plan)
+            try:
+                one.estimate = done.problem.estimate(one.plan)
+            except ValueError as error:  # the search has excluded it before anything found out
+                assert "cannot make 4 stages" in str(error)
+                continue
             one.seconds = done.problem.seconds(one.estimate)
             off.append(abs(one.predicted.seconds / one.seconds - 1))
         if one.is_estimated:

@@ -120,6 +120,10 @@ class CutCache:
         return placed
 
 
+Shapes = CutCache
+"""The name by which ``tensorshard.pipeline`` has always exported it."""
+
+
 def input_signature(inputs: Any, *, numbers: bool = True) -> Any:
     """A key that differs for inputs of different shapes. Without `numbers`, ints and floats are left out."""
     leaves, spec = tree_flatten(inputs)
