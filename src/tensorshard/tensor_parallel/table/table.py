@@ -120,6 +120,10 @@ class TensorTable:
         return styles
 
 
+TensorPlan = TensorTable
+"""The name by which ``tensorshard.tensor_parallel`` has always exported it."""
+
+
 @dataclass(frozen=True)
 class VerifiedTable:
     """What the search found.
