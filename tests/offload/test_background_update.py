@@ -53,8 +53,8 @@ def _engine(
     return ts.parallelize(Blocks, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
 
 
-def _slow(call: Callable[..., int], *args: Any) -> int:
-    time.sleep(0.01)
+def _slow(call: Callable[..., int], *args: Any, seconds: float = 0.01) -> int:
+    time.sleep(seconds)
     return call(*args)
 
 
@@ -83,6 +83,38 @@ def _looks(folder: str, zero: int) -> list[str]:
 @pytest.mark.parametrize("zero", [2, 3])
 def test_what_looks_between_steps_sees_the_finished_update(ranks, tmp_path, zero):
     assert ranks(1, _looks, str(tmp_path), zero)[0] == []
+
+
+class Decays(Blocks):
+    """Its forwards write a parameter, as a weight decay of one's own does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.blocks[0].weight.mul_(0.75)
+        return super().forward(x)
+
+
+def _writes_meanwhile(folder: str) -> list[str]:
+    """The weights after steps whose forwards write a parameter that the last update still moves to the disk."""
+    found, pwritev = [], os.pwritev
+    os.pwritev = partial(_slow, pwritev, seconds=0.1)  # type: ignore[assignment]
+    try:
+        for offload in (None, ts.Offload(optimizer="disk", path=folder, overlap=True)):
+            torch.manual_seed(0)
+            plan = ts.Plan(precision="bf16", micro_batches=4, offload=offload)
+            optimizer = partial(torch.optim.AdamW, lr=1e-2)
+            engine = ts.parallelize(Decays, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+            for number in range(4):
+                engine.step(*_batch(number))
+            found.append(engine.full_state_dict())
+    finally:
+        os.pwritev = pwritev
+    plain, offloaded = found
+    return [name for name, value in plain.items() if not torch.equal(offloaded[name], value)]
+
+
+def test_forwards_may_write_what_an_update_still_moves(ranks, tmp_path):
+    assert ranks(1, _writes_meanwhile, str(tmp_path))[0] == []
 
 
 def _fails(folder: str) -> list[str]:

@@ -212,6 +212,8 @@ class PublishedWeights:
         master_written = p.is_master_written()
         if not p.is_awaited and p.is_written():
             self.written[p] = None
+            if self.update is not None:
+                self.update.finish()  # it may still move the master that gets these values
             p.take_over(keep_master=master_written)
         if not master_written:
             p.note_published()

@@ -276,6 +276,7 @@ class OffloadedOptimizer(Update):
             # Done once, here: a tile takes so little time that even the smallest operation counts.
             scale = factor.to(weights.dtype) if isinstance(factor, torch.Tensor) else factor
             self._updates.run(Tile(o, weights, gradient, mine, scale, copy))
+            del weights, copy, gradient  # before others hear of it: who holds memory of a parameter may write it
             if self._is_last(o, start):
                 o.gradient_in_memory = None
                 if not o.is_done_when_written:

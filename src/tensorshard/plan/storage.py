@@ -29,6 +29,9 @@ class UpdateProgress(Protocol):
     def is_done(self, masters: Iterable[nn.Parameter]) -> bool:
         """Whether all of `masters` are updated."""
 
+    def finish(self) -> Exception | None:
+        """Returns when all of the update is over, and what it moves has arrived; an error if it has failed."""
+
 
 class Place:
     """Where this rank's shard of a master weight is: in the device's memory, unless a subclass says otherwise."""
