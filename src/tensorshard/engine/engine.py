@@ -11,6 +11,7 @@ from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import FinalGradients, LossScaler, NonFiniteLossError
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
 from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.coupled_samples import CoupledSamples
 from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
@@ -143,6 +144,7 @@ class Engine(LoopMethods, StateMethods):
                 lambda: storage.check_transfers(of_update=True),
                 sharded.finish_backward,
                 lambda: batch_buffers.check(self.step_count),
+                CoupledSamples(sharded.model, plan, mesh, device).check,
             ),
             after=self._gather_updated,
         )

@@ -1,5 +1,8 @@
 """A tensor's memory, version and kind."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
 import torch
 
 PARAMETER_FLAG = "_is_param"
@@ -56,6 +59,18 @@ def tensor_version(tensor: torch.Tensor) -> int:
     Public way: none. The autograd notes name it, but it has no public name.
     """
     return tensor._version
+
+
+def versions_kept(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """A context in which changes of `tensors` in place are not counted, for code that puts their values back.
+
+    Why: what compares versions would take a buffer for changed by a forward.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def storage_owners(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ balance loss of a router, couples samples. It then depends on the number of rank
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def check_independent_samples(
         return
     batches: list[Any] = [None] * mesh.dp_size
     dist.all_gather_object(batches, (inputs, targets), group=mesh.dp_group)
-    dealt = _dealt_otherwise(batches, mesh.dp_rank)
+    dealt = dealt_otherwise(batches, [batch_size(given) for given, _ in batches], mesh.dp_rank)
     if dealt is None:
         if mesh.rank == 0:
             logger.warning(
@@ -59,7 +59,7 @@ def check_independent_samples(
             )
         return
     first = evaluate(inputs, targets).item()
-    other = evaluate(*dealt).item()
+    other = evaluate(*dealt[0]).item()
     if mesh.rank == 0 and abs(first - other) > tolerance * max(abs(first), abs(other)):
         logger.warning(
             "debug: the loss of the first batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "
@@ -82,21 +82,34 @@ def _label_counts_differ(batches: list[Any]) -> bool:
     return False
 
 
-def _dealt_otherwise(batches: list[Any], rank: int) -> Any:
-    """As many samples as rank `rank` had, from all ranks' samples in another order; None if they cannot be joined."""
+def dealt_otherwise(batches: list[Any], sizes: list[int], rank: int) -> tuple[Any, torch.Tensor] | None:
+    """As many samples as rank `rank` had, from all ranks' samples in another order.
+
+    Args:
+        batches: of each rank, of any structure. Tensors whose first dimension is not the samples stay as they are.
+        sizes: how many samples each has.
+
+    Returns:
+        The batch, and for each place of the joined batches the sample that is there now; None if they cannot be joined.
+    """
     flat = [tree_flatten(batch) for batch in batches]
-    sizes = [batch_size(inputs) for inputs, _ in batches]
     start = sum(sizes[:rank])
     order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(_SEED), device="cpu")
     mine = order[start : start + sizes[rank]]
+    if len({len(leaves) for leaves, _ in flat}) > 1:
+        return None
     leaves = []
     for column in zip(*(flattened for flattened, _ in flat), strict=True):
         first = column[0]
-        if not isinstance(first, torch.Tensor) or first.dim() == 0:
-            leaves.append(first)
+        if not isinstance(first, torch.Tensor) or first.dim() == 0 or not _are_samples(column, sizes):
+            leaves.append(column[rank])
         elif len({part.shape[1:] for part in column}) > 1:
             return None
         else:
             joined = torch.cat([part.to(first.device) for part in column])
             leaves.append(joined[mine.to(first.device)])
-    return tree_unflatten(leaves, flat[0][1])
+    return tree_unflatten(leaves, flat[rank][1]), order
+
+
+def _are_samples(column: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
+    return [part.shape[:1] for part in column] == [(size,) for size in sizes]

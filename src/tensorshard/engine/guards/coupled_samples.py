@@ -1,0 +1,249 @@
+"""Finds forwards in which a sample depends on others of its batch, by a maximum over all of them, say.
+
+A Plan divides the batch over the data ranks, and each would take the maximum of its own samples alone. The first
+forward in training notes functions that reduce a tensor over its samples. If there are any, the model runs twice in
+evaluation before the first update: on the batch as it is, and with the same samples dealt to the ranks otherwise.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.world import world
+from tensorshard.engine.guards.independent_samples import dealt_otherwise
+from tensorshard.model.call_stack import users_line
+from tensorshard.model.forward_contexts import RootRole, hook_root
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.provenance import run_operation
+from tensorshard.model.state_before_call import StateBeforeCalls
+from tensorshard.model.state_places import host_random_restored
+from tensorshard.model.tensors import map_tensors, tensor_leaves
+from tensorshard.passes.precision import autocast
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
+from tensorshard.torch_private.modules import own_buffers, set_buffer
+from tensorshard.torch_private.tensors import versions_kept
+
+# Each with the place of its dimensions among the arguments. A sum over samples is left out, as losses take it, and so
+# are softmax and the like, by which contrastive losses compare samples: see docs/coupled-losses.md.
+_REDUCTIONS: dict[Callable[..., Any], int] = {
+    reduction: 1
+    for name in ("max", "min", "amax", "amin", "aminmax", "mean", "std", "var")
+    for reduction in (getattr(torch, name), getattr(torch.Tensor, name, None))
+    if reduction is not None
+} | {torch.norm: 2, torch.Tensor.norm: 2, torch.linalg.norm: 2, torch.linalg.vector_norm: 2}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of outputs, relative to the largest; others are coarse
+_COARSE = 3e-2
+
+
+class CoupledSamples:
+    """Watches the first forward in training of a model, and compares it before the first update.
+
+    Args:
+        model: laid out; a stage of a pipeline is not watched, nor what is compiled.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+        self._model, self._mesh, self._device = model, mesh, device
+        self._precision = plan.precision
+        self._noted: list[str] = []
+        self._given: tuple[Any, Any] | None = None
+        self._watch: _Reductions | None = None
+        self._seen = False
+        self._checks = mesh.dp_size > 1 and plan.pp == 1 and not plan.compile
+        if self._checks:
+            before, after = self._begin, self._end
+            hook_root(model, RootRole.COUPLED_SAMPLES, before=before, after=after, always=True, with_kwargs=True)
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._seen or model is not self._model or self._watch is not None or not model.training:
+            return  # a copy of the model has these hooks, too
+        if detect_fake_mode(tensor_leaves((args, kwargs))) is None and not world().is_simulated:
+            self._given = args, kwargs
+            self._watch = _Reductions(model, _num_samples((args, kwargs)))
+            self._watch.__enter__()
+
+    def _end(self, model: nn.Module, *_: Any) -> None:
+        if self._watch is None or model is not self._model:
+            return
+        self._watch.__exit__(None, None, None)
+        self._noted, self._watch = self._watch.noted, None
+        self._seen = True
+        if not self._noted:
+            self._given = None
+
+    def check(self) -> None:
+        """Called before each update. A collective of all ranks before the first.
+
+        Raises:
+            RuntimeError: on every rank, if what the model returns for a sample depends on the others.
+        """
+        if not self._checks or world().is_simulated or dist.get_backend(self._mesh.dp_group) == "fake":
+            return
+        self._checks, self._seen = False, True
+        given, self._given = self._given, None
+        flag = torch.tensor([float(bool(self._noted) and given is not None)], device=self._device)
+        all_reduce_(flag, self._mesh.world_group, what="whether forwards reduce over samples")
+        if flag.item() < self._mesh.world_size:
+            return
+        assert given is not None
+        flag = torch.tensor([float(self._depends_on_others(given))], device=self._device)
+        all_reduce_(flag, self._mesh.world_group, what="whether outputs change with the other samples")
+        if flag.item():
+            raise RuntimeError(
+                f"{self._noted[0]}, and what the model returns for a sample changes with the other samples of its "
+                f"batch, of which each data rank has its own. Take it over each sample (dim=...), or over those of all "
+                f"data ranks, with torch.distributed.all_reduce(value, group=engine.mesh.dp_group), or train with one "
+                f"data rank (dp_shard=1, with tp or pp)"
+            )
+
+    @torch.no_grad()
+    def _depends_on_others(self, given: tuple[Any, Any]) -> bool:
+        group, ranks, rank = self._mesh.dp_group, self._mesh.dp_size, self._mesh.dp_rank
+        samples = _num_samples(given)
+        batches: list[Any] = [None] * ranks
+        dist.all_gather_object(batches, map_tensors(lambda leaf: leaf.detach().cpu(), given), group=group)
+        if samples == 0 or len({_num_samples(batch) for batch in batches}) > 1:
+            return False
+        dealt = dealt_otherwise(batches, [samples] * ranks, rank)
+        if dealt is None:
+            return False
+        [batch, order] = dealt
+        args, kwargs = map_tensors(lambda leaf: leaf.to(self._device), batch)
+        state: list[Any] = [[buffer.cpu() for _, _, buffer in self._buffers()] if rank == 0 else None]
+        dist.broadcast_object_list(state, group_src=0, group=group)
+        with versions_kept([buffer for _, _, buffer in self._buffers()]):
+            found = [self._run(*call, samples, state[0]) for call in (given, (args, kwargs))]
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, found, group=group)
+        counts = {-1 if outputs is None else len(outputs) for runs in gathered for outputs in runs}
+        if -1 in counts or len(counts) > 1:
+            return False
+        plain, mixed = ([torch.cat(parts) for parts in zip(*runs, strict=True)] for runs in zip(*gathered, strict=True))
+        return any(self._differ(found, full[order]) for full, found in zip(plain, mixed, strict=True))
+
+    def _differ(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+        tolerance = _COARSE if self._precision != "fp32" else _TOLERANCES.get(found.dtype, _COARSE)
+        largest = expected.double().abs().max()
+        return bool((found.double() - expected.double()).abs().max() > tolerance * largest)
+
+    def _buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        return [
+            (module, name, buffer) for module in self._model.modules() for name, buffer in own_buffers(module).items()
+        ]
+
+    def _run(self, args: Any, kwargs: Any, samples: int, state: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What the model returns for each sample, in evaluation; None if it makes random numbers, or does not run.
+
+        Its state is put back, as counters may count calls in evaluation, too.
+
+        Args:
+            state: values of all buffers, the same on every rank: a buffer that is each rank's own couples no samples.
+        """
+        training = [module for module in self._model.modules() if module.training]
+        before = StateBeforeCalls(self._model.modules()).keep([], watched=True)
+        held = [(module, name, buffer, buffer.clone()) for module, name, buffer in self._buffers()]
+        self._model.eval()
+        try:
+            for (_, _, buffer, _), value in zip(held, state, strict=False):
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
+            with torch.random.fork_rng(), host_random_restored():
+                states = _random_states()
+                with autocast(self._precision, self._device):
+                    returned = self._model(*args, **kwargs)
+                drew = any(not torch.equal(*pair) for pair in zip(states, _random_states(), strict=True))
+        except Exception as error:  # a model may need other arguments in evaluation
+            if not raised_by_model(error):
+                raise
+            return None
+        finally:
+            before.put_back()
+            for module, name, buffer, value in held:
+                buffer.copy_(value)
+                set_buffer(module, name, buffer)
+            for module in training:
+                module.training = True
+        leaves = tensor_leaves(returned)
+        if drew:
+            return None
+        pairs = {samples, samples * self._mesh.dp_size}  # as of similarities, which are of no sample alone
+        return [
+            leaf.detach().cpu()
+            for leaf in leaves
+            if leaf.dim() > 0
+            and leaf.shape[0] == samples
+            and leaf.is_floating_point()
+            and not (leaf.dim() == 2 and leaf.shape[1] in pairs)
+        ]
+
+
+def _random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+class _Reductions(TorchFunctionMode):
+    """Notes functions that reduce tensors over samples.
+
+    Attributes:
+        noted: for each, which module does what, and where.
+    """
+
+    def __init__(self, model: nn.Module, samples: int) -> None:
+        super().__init__()
+        self._model, self._samples = model, samples
+        self.noted: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = _REDUCTIONS.get(func)
+        if place is not None and args and self._is_over_samples(func, args[0], *_dims(place, args, kwargs)):
+            self.noted.append(self._described(func))
+        return run_operation(func, args, kwargs)
+
+    def _is_over_samples(self, func: Any, tensor: Any, is_given: bool, dims: tuple[int, ...]) -> bool:
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return False
+        if not torch.is_grad_enabled():  # it moves a buffer, which is compared by itself
+            return False
+        if tensor.dim() < 2 or not self._samples or tensor.shape[0] % self._samples:
+            return False
+        if not is_given:
+            return func not in (torch.mean, torch.Tensor.mean)  # as losses are
+        return 0 in {dim % tensor.dim() for dim in dims}
+
+    def _described(self, func: Any) -> str:
+        frame, names = sys._getframe(2), {module: name for name, module in self._model.named_modules()}
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in names:
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        where = f"module {names[owner]!r}" if frame is not None and names[owner] else "the model"
+        line = users_line()
+        return f"{where} takes the {func.__name__} of a tensor over the samples of its batch" + (
+            f" ({line})" if line else ""
+        )
+
+
+def _dims(place: int, args: Any, kwargs: Any) -> tuple[bool, tuple[int, ...]]:
+    """Whether dimensions are given, and which."""
+    given = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis"))
+    if isinstance(given, bool) or given is None:
+        return False, ()
+    if isinstance(given, int):
+        return True, (given,)
+    if isinstance(given, tuple | list) and all(isinstance(dim, int) for dim in given):
+        return bool(given), tuple(given)
+    return True, ()  # another tensor, with which torch.max compares it
+
+
+def _num_samples(tree: Any) -> int:
+    return next((leaf.shape[0] for leaf in tensor_leaves(tree) if leaf.dim()), 0)

@@ -1,0 +1,134 @@
+"""Forwards in which a sample depends on the others of its batch: refused by name before the first update."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import parity
+import seeds
+from engines import ADAMW, engine_of, own_shard
+from toys import data, squares
+
+
+class Coupled(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.group = way, None
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.register_buffer("calls", torch.tensor(0))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.register_buffer("ranks", torch.full((16,), float(rank)))
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.count += 1
+        if self.way == "max":
+            return x / x.abs().max()
+        if self.way == "mean":
+            return x - torch.mean(x, 0)
+        if self.way == "norm":
+            return x / x.norm()
+        if self.way == "amax":
+            return x / x.detach().abs().amax((0, 1))
+        if self.way == "var":
+            return x / (1 + x.var(dim=(0, 1)))
+        if self.way == "of all ranks":
+            largest = x.detach().abs().max()
+            if dist.is_initialized() and self.group is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+            return x / largest + 0.0 * x.max()
+        if self.way == "of weights":
+            return x @ (self.weight / (self.weight * 2).abs().max())
+        if self.way == "of samples":
+            return x / x.abs().amax(-1, keepdim=True) + torch.max(x, -x)
+        if self.way == "for a log":
+            self.logged = x.max().item()
+        if self.way == "own state":
+            return x + 0.0 * x.detach().amax() + self.ranks
+        if self.way == "drawn":
+            return x + 0.0 * torch.rand_like(x) * x.max()
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        seeds.seed(3)
+        self.inlet, self.coupled, self.outlet = nn.Linear(6, 16), Coupled(way), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(torch.tanh(self.coupled(self.inlet(x))))
+
+
+def _run(way: str, fields: dict[str, Any], own_loop: bool = False) -> tuple[str, dict[str, Any]]:
+    engine = engine_of(Net(way), **fields)
+    coupled = engine.model.coupled
+    coupled.group = engine.mesh.dp_group
+    for step in range(3):
+        x, y = own_shard(engine, *data(step))
+        try:
+            if own_loop:
+                engine.backward(squares(engine.model(x), y))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            else:
+                engine.step(x, y)
+        except RuntimeError as error:
+            dist.barrier()
+            assert step == 0
+            return str(error), {}
+    return "", {**engine.full_state_dict(), "count": torch.tensor(coupled.count)}
+
+
+def _alone(way: str) -> dict[str, torch.Tensor]:
+    model = Net(way)
+    optimizer = ADAMW(model.parameters())
+    for step in range(3):
+        squares(model(data(step)[0]), data(step)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**model.state_dict(), "count": torch.tensor(model.coupled.count)}
+
+
+PLANS = [dict(zero=0), dict(zero=1), dict(zero=3), dict(zero=3, recompute="full")]
+
+
+@pytest.mark.parametrize("fields", PLANS, ids=str)
+@pytest.mark.parametrize("way", ["max", "amax", "mean", "norm", "var"])
+def test_what_depends_on_the_batch_is_refused(ranks, way, fields):
+    for message, _ in ranks(2, _run, way, fields):
+        assert f"module 'coupled' takes the {way} of a tensor over the samples of its batch" in message
+        assert "test_coupled_samples.py:" in message
+
+
+def test_every_rank_of_other_plans_refuses_it(ranks):
+    for fields in (dict(zero=1, tp=2, tp_plan={"inlet": "colwise_gather"}), dict(zero=3, dp_replicate=2)):
+        for message, _ in ranks(4, _run, "max", fields):
+            assert "module 'coupled' takes the max" in message
+
+
+def test_a_loop_of_ones_own_refuses_it(ranks):
+    for message, _ in ranks(2, _run, "max", dict(zero=1), True):
+        assert "module 'coupled' takes the max" in message
+
+
+@pytest.mark.parametrize("fields", PLANS[1:3], ids=str)
+@pytest.mark.parametrize("way", ["of all ranks", "of weights", "of samples", "for a log", "none"])
+def test_what_does_not_is_as_in_one_process_and_a_comparison_changes_nothing(ranks, way, fields):
+    [(message, state), _] = ranks(2, _run, way, fields)
+    assert message == ""
+    parity.assert_same_state(state, _alone(way), 1e-5)
+
+
+def test_a_buffer_that_is_each_ranks_own_is_no_fault(ranks):
+    assert [message for message, _ in ranks(2, _run, "own state", dict(zero=1))] == ["", ""]
+
+
+def test_random_numbers_and_one_data_rank_are_no_fault(ranks):
+    assert [message for message, _ in ranks(2, _run, "drawn", dict(zero=1))] == ["", ""]
+    alone = dict(tp=2, tp_plan={"inlet": "colwise_gather"})
+    assert [message for message, _ in ranks(2, _run, "max", alone)] == ["", ""]
