@@ -157,9 +157,12 @@ class TorchOrder:
         if epoch < self._epoch:
             self._generator, self._epoch = self._start.clone_state(), -1
         while self._epoch < epoch:
-            whole = len(self._samples)
-            loader = DataLoader(self._samples, whole, shuffle=True, generator=self._generator, collate_fn=np.array)  # type: ignore[arg-type]
-            (self._indices,) = loader
+            # One batch of all samples. The type of a range is no Dataset, but it has what a DataLoader needs.
+            samples: Any = self._samples
+            epochs: DataLoader[Any] = DataLoader(
+                samples, len(samples), shuffle=True, generator=self._generator, collate_fn=np.array
+            )
+            (self._indices,) = epochs
             self._epoch += 1
         return self._indices
 
