@@ -76,7 +76,9 @@ def test_every_block_is_run_or_says_why_not():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) < 1200
+    assert "GPUs yet" in readme[: readme.index("```bash")]  # what was not tried, in the first screen
 
 
 # -- Python --
@@ -130,7 +132,6 @@ def _run_page(page: str, folder: Path, plan: str | None = None) -> dict[str, Any
 def _check_readme(found: dict[str, Any], folder: Path) -> None:
     assert found["steps"] == 3 + 1 and 4 < found["loss"] < 6
     assert (folder / "checkpoints" / "first-epoch" / "engine.json").is_file()
-    assert (folder / "output" / "model.pt").is_file()
 
 
 def _check_own_loop(found: dict[str, Any], folder: Path) -> None:
