@@ -12,7 +12,7 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.search.check_table import WrongTableError, check_tensor_table
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 
 CLIP = 1.0
 CASES = [

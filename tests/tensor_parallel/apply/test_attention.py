@@ -14,7 +14,7 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel,
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.layouts import join_shards, local_shard
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 16, 4, 3, 5, 7
 PADDING = torch.arange(KEYS).expand(BATCH, KEYS) >= torch.tensor([[7], [4], [2]])
