@@ -129,6 +129,7 @@ def _self_test(tolerance: float) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_installation_is_right(ranks: Any) -> None:
     printed = ranks(2, _self_test, 1e-5)[0].splitlines()
     assert len(printed) == len(self_test.plans(2)) and all(" exact, largest difference " in line for line in printed)

@@ -159,6 +159,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.slow_cases("docs/pipelines.md", "docs/pretrained.md", "docs/quickstart.md")
 @pytest.mark.parametrize("page", RANKS)
 def test_python_runs(ranks, page, tmp_path):
     ranks(1, _write_inputs, tmp_path)
@@ -166,7 +167,14 @@ def test_python_runs(ranks, page, tmp_path):
     CHECKS.get(page, lambda *_: None)(found[0], tmp_path)
 
 
-@pytest.mark.parametrize("plan", ["ts.Plan(zero=0)", 'ts.Plan(zero=2, precision="bf16")', "ts.Plan(tp=2)"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "ts.Plan(zero=0)",
+        pytest.param('ts.Plan(zero=2, precision="bf16")', marks=pytest.mark.slow),
+        pytest.param("ts.Plan(tp=2)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_of_ones_own_runs_under_other_plans(ranks, plan, tmp_path):
     assert any(OWN_PLAN in block.code for block in blocks("docs/your-own-loop.md"))
     found = ranks(2, _run_page, "docs/your-own-loop.md", tmp_path, plan)[0]

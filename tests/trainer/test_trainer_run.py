@@ -132,6 +132,7 @@ def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, c
     assert "saved checkpoint" in (output / "rank1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
     ranks: RankPool, config: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_dropout_continues_where_it_was(ranks: RankPool, config: Path, tmp_path:
     assert resumed == pytest.approx({step: undisturbed[step] for step in range(5, 11)}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_one_rank_saves_and_the_resumed_run_is_the_undisturbed_one(
     ranks: RankPool, config: Path, tmp_path: Path
 ) -> None:

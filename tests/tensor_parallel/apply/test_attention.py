@@ -250,17 +250,19 @@ def alone(kind: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("kind", "world_size", "fields"),
     [
-        ("translator", 2, dict(tp=2)),
-        ("translator", 4, dict(tp=2, zero=3, recompute="full")),
-        ("translator", 4, dict(tp=4)),
+        pytest.param("translator", 2, dict(tp=2), marks=pytest.mark.slow),
+        pytest.param("translator", 4, dict(tp=2, zero=3, recompute="full"), marks=pytest.mark.slow),
+        pytest.param("translator", 4, dict(tp=4), marks=pytest.mark.slow),
         ("classifier", 2, dict(tp=2)),
-        ("classifier", 4, dict(tp=2, zero=1, recompute="selective")),
-        ("classifier", 4, dict(tp=2, zero=3)),
-        ("classifier", 4, dict(tp=4, sequence_parallel=True)),
+        pytest.param("classifier", 4, dict(tp=2, zero=1, recompute="selective"), marks=pytest.mark.slow),
+        pytest.param("classifier", 4, dict(tp=2, zero=3), marks=pytest.mark.slow),
+        pytest.param("classifier", 4, dict(tp=4, sequence_parallel=True), marks=pytest.mark.slow),
         ("classifier_norm_first", 2, dict(tp=2, sequence_parallel=True)),
-        ("classifier_length_first", 4, dict(tp=4, sequence_parallel=True)),
-        ("classifier_both", 4, dict(tp=2, zero=3, recompute="full", sequence_parallel=True)),
-        ("translator", 2, dict(tp=2, sequence_parallel=True)),
+        pytest.param("classifier_length_first", 4, dict(tp=4, sequence_parallel=True), marks=pytest.mark.slow),
+        pytest.param(
+            "classifier_both", 4, dict(tp=2, zero=3, recompute="full", sequence_parallel=True), marks=pytest.mark.slow
+        ),
+        pytest.param("translator", 2, dict(tp=2, sequence_parallel=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
