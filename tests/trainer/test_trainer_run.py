@@ -280,7 +280,7 @@ def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -
     if name != "vit":
         overrides.append("model.context_length=16")
     if name == "gpt":
-        tokens = tmp_path / "some.tokens"
+        tokens = tmp_path / "some.npy"
         write_token_file(tokens, [np.arange(500) % 50], vocab_size=50)
         overrides += [
             f"data.train.source={tokens}",
@@ -307,7 +307,7 @@ def _refused(config: Path, folder: Path) -> list[str]:
 
 
 def test_what_a_config_asks_for_and_cannot_be_had(ranks: RankPool, config: Path, tmp_path: Path) -> None:
-    missing = 'LazyCall(TokenDataset)(source="no.tokens", context_length=4)'
+    missing = 'LazyCall(TokenDataset)(source="no.npy", context_length=4)'
     text = CONFIG.replace("LazyCall(Sums)(count=100, seed=0)", missing)
     config.write_text("from tensorshard.data import TokenDataset\n" + text)
     (tmp_path / "file").write_text("")

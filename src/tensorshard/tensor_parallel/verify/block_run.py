@@ -6,7 +6,7 @@ Blocks are compared in evaluation (:mod:`.block_check`). In training their code 
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tensorshard.model.fake_copies import mixed_mask
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.no_dropout import WithoutDropout
 from tensorshard.model.reachable_state import draws_on_host
+from tensorshard.model.reductions import NotedStatistics
 from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.table.layouts import Layout, local_shard
@@ -36,6 +37,40 @@ from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 _LARGEST = 1 << 18
 
 
+class Statistics(NotedStatistics):
+    """Notes of which shapes a forward takes statistics, and over which dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[tuple[Any, torch.Size, tuple[int, ...]], None] = {}
+
+    def note(self, function: Callable[..., Any], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> None:
+        if tensor.is_floating_point() and torch.is_grad_enabled():
+            self._noted[function, tensor.shape, tuple(range(tensor.dim())) if dims is None else dims] = None
+
+    def compare(self, full: "Statistics") -> None:
+        """Compares those of a rank with those of the full block.
+
+        A maximum over a rank's heads, say, may be but a scale that is divided out later. On random weights outputs then
+        agree, and in training they do not, as where an iteration begins with it.
+
+        Raises:
+            MismatchError: one is over a dimension of which the rank has a part.
+        """
+        for function, shape, dims in self._noted:
+            if (function, shape, dims) in full._noted:
+                continue
+            wholes = [whole for other, whole, same in full._noted if other == function and same == dims]
+            if any(_is_part(shape, whole, dims) for whole in wholes):
+                raise MismatchError(f"it takes the {function.__name__} over a dimension of which each rank has a part")
+
+
+def _is_part(shape: torch.Size, whole: torch.Size, dims: tuple[int, ...]) -> bool:
+    """Whether `shape` is a part of `whole` along one of `dims`."""
+    differing = [dim for dim, (size, full) in enumerate(zip(shape, whole, strict=False)) if size != full]
+    return len(shape) == len(whole) and len(differing) == 1 and differing[0] in dims
+
+
 @dataclass(frozen=True)
 class Expected:
     """What the full block computed.
@@ -44,19 +79,23 @@ class Expected:
         run: its results.
         cotangents: what its outputs were multiplied by before the backward.
         drew: whether it made random numbers, so that no other run has the same values.
+        statistics: what its forward takes.
     """
 
     run: BlockRun
     cotangents: list[torch.Tensor]
     drew: bool = False
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 def run_full(block: nn.Module, given: Any, generator: torch.Generator) -> Expected:
     """Runs a full `block` on copies of `given`; `generator` makes the cotangents."""
-    tensors, outputs = _forward(block, given)
+    statistics = Statistics()
+    with statistics:
+        tensors, outputs = _forward(block, given)
     cotangents = [torch.randn(output.shape, generator=generator) for output in outputs]
     _backward(outputs, cotangents)
-    return Expected(_results(block, tensors, outputs), cotangents)
+    return Expected(_results(block, tensors, outputs), cotangents, statistics=statistics)
 
 
 def run_split(
@@ -74,8 +113,10 @@ def run_split(
     Raises:
         MismatchError: it does not compute what is `expected`.
     """
-    with counter or nullcontext():
+    statistics = Statistics()
+    with counter or nullcontext(), statistics:
         tensors, outputs = _forward(block, given)
+    statistics.compare(expected.statistics)
     if not expected.drew:
         compare_full_outputs(outputs, expected.run.outputs)  # before backward, which takes longer
     parts = [_shard_like(full, out, group) for full, out in zip(expected.cotangents, outputs, strict=True)]
