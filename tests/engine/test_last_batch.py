@@ -106,7 +106,7 @@ def check(ranks: Any, world: int, model: Any, loss_fn: Any, samples: int, tolera
     parity.assert_same_state(state, expected_state, tolerance)
 
 
-@pytest.mark.parametrize("samples", [9, 11])
+@pytest.mark.parametrize("samples", [pytest.param(9, marks=pytest.mark.slow), 11])
 @pytest.mark.parametrize("level", LEVELS)
 def test_ranks_may_have_no_sample(ranks, level, samples):
     check(ranks, 4, Regular, squares, samples, zero=level)
@@ -131,7 +131,9 @@ def test_batch_norms_count_no_sample_twice(ranks, level):
         (4, dict(zero=3, dp_replicate=2, micro_batches=2)),
     ],
 )
-@pytest.mark.parametrize("samples", [9, 11, 14])
+@pytest.mark.parametrize(
+    "samples", [pytest.param(9, marks=pytest.mark.slow), 11, pytest.param(14, marks=pytest.mark.slow)]
+)
 def test_micro_batches_may_be_uneven(ranks, world, fields, samples):
     check(ranks, world, Regular, squares, samples, **fields)
 
@@ -146,7 +148,7 @@ def test_split_blocks(ranks):
 
 
 @pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=3), dict(pp_schedule="interleaved_1f1b", zero=1)], ids=str)
-@pytest.mark.parametrize("samples", [9, 11])
+@pytest.mark.parametrize("samples", [pytest.param(9, marks=pytest.mark.slow), 11])
 def test_pipelines(ranks, samples, fields):
     check(ranks, 4, Blocks, squares, samples, pp=2, micro_batches=4, **fields)
 

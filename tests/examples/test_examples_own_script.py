@@ -36,6 +36,7 @@ def _figures(printed: str) -> list[float]:
     return [float(figure) for figure in found]
 
 
+@pytest.mark.slow
 def test_a_nanogpt_script_trains_as_one_process_does(ranks, tmp_path):
     runs = [
         ["train_sharded.py"],
