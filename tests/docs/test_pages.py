@@ -81,6 +81,11 @@ def test_the_readme_is_short():
     assert "GPUs yet" in readme[: readme.index("```bash")]  # what was not tried, in the first screen
 
 
+def test_the_readmes_first_script_is_the_file():
+    first = next(block for block in blocks("README.md") if block.language == "python")
+    assert first.code == (ROOT / "examples" / "train.py").read_text(encoding="utf-8")
+
+
 # -- Python --
 
 

@@ -19,11 +19,8 @@ def model_loss(output: Any, targets: Any = None) -> Any:
     not -100. Batches differ in how many these are, so a mean over micro-batches and ranks must be weighted by them.
     This finds out how many each mean is over. The result is then that of the whole batch on one process.
 
-    Give the labels to the model, with its other inputs::
-
-        engine = ts.parallelize(model, plan, optimizer=optimizer, loss_fn=ts.model_loss)
-        for batch in loader:  # a dict: input_ids, attention_mask, labels
-            engine.step(batch, batch["labels"])
+    The labels are given to the model, among its other inputs: ``engine.step(batch, batch["labels"])``, where `batch` is
+    a dict with ``input_ids``, ``attention_mask`` and ``labels``.
 
     Args:
         output: what the model returned: with an attribute or a key ``loss``, a scalar.
@@ -35,6 +32,12 @@ def model_loss(output: Any, targets: Any = None) -> Any:
 
     Raises:
         TypeError: the output has no loss.
+
+    Examples:
+        >>> logits, labels = torch.zeros(3, 5, requires_grad=True), torch.tensor([1, 2, -100])
+        >>> output = {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+        >>> [round(value.item(), 4) for value in ts.model_loss(output)]  # of two labels
+        [3.2189, 2.0]
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
