@@ -16,6 +16,7 @@ from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
+from tensorshard.engine.last_batch import EqualShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
@@ -135,7 +136,7 @@ class Engine(LoopMethods, StateMethods):
             self._optimizer, optimizer, own_rules, sharded, reserved=self._update.reserves_states
         )
         batch_buffers = BatchBuffers(sharded, mesh, device)
-        self._step_runner.watch_loaders(self.loaders.by_name, batch_buffers.note_stand_ins)
+        self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
         complete_update(
             self._optimizer,
             sharded,
@@ -148,7 +149,8 @@ class Engine(LoopMethods, StateMethods):
             ),
             after=self._gather_updated,
         )
-        self._forwards = ManualForwards(sharded, plan, mesh, device)
+        self._shares = EqualShares(self.loaders, mesh)
+        self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares)
         self._manual_loop = ManualLoop(
             sharded,
             self._optimizer,
@@ -185,9 +187,9 @@ class Engine(LoopMethods, StateMethods):
             the same on every rank.
 
         Raises:
-            ValueError: the batch does not split into ``plan.micro_batches`` and is not an epoch's last one, as
-                :meth:`loader` gives it; ranks that differ only along tp, cp or pp
-                pass different batches; the loss does not depend on the model.
+            ValueError: the batch does not split into ``plan.micro_batches`` equal parts. One of :meth:`loader` may be
+                uneven, if each rank has a sample of it for each micro-batch, or it is the epoch's last, smaller one.
+                Ranks that differ only along tp, cp or pp pass different batches; the loss does not depend on the model.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite, on any rank.
 
         If every rank raises before the update, then weights, optimizer, buffers (running statistics too) and random

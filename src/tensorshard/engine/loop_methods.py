@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
-from tensorshard.engine.last_batch import check_equal_shares, check_last_batch
+from tensorshard.engine.last_batch import EqualShares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders
 from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
@@ -46,6 +46,7 @@ class LoopMethods:
     _gradients: FinalGradients
     _manual_loop: ManualLoop
     _penalties: Penalties
+    _shares: EqualShares
     _seed: int
 
     def backward(self, loss: Any) -> None:
@@ -67,7 +68,7 @@ class LoopMethods:
 
         After any error, the gradients of this step are dropped.
         """
-        check_equal_shares(loss, self.loaders.by_name.values(), self.mesh)
+        self._shares.check(loss)
         if self._penalties:
             raise RuntimeError(
                 "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
@@ -160,7 +161,8 @@ class LoopMethods:
             batch_size: samples in one batch over all data ranks, so that training is the same on any number of them.
             shuffle: whether each epoch has its own order, which depends on the seed and the epoch alone.
             drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as possible, and
-                some ranks may get none of its samples: :meth:`Engine.step` counts each sample once all the same.
+                some ranks may get none of its samples: :meth:`Engine.step` counts each sample once all the same, also
+                where micro-batches get different numbers of samples, and if you read batches ahead.
             seed: of the order; None for the Engine's.
             name: the loader's name in checkpoints; by default "loader0", "loader1" and so on, in the order they are
                 made.

@@ -1,7 +1,7 @@
 """Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from tensorshard.engine.guards.same_batch import SameBatch
 from tensorshard.engine.guards.wrong_batch import explained_forward
 from tensorshard.engine.last_batch import MicroBatch, ShortBatches
-from tensorshard.engine.loader import EngineLoader
+from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.model.batches import call_model, to_device
 from tensorshard.passes.batch_norm import ignored_in_statistics
@@ -50,10 +50,10 @@ class StepRunner(ABC):
         self._objective = objective
         self._device = device
         self._same_batch = SameBatch(mesh, device)
-        self._batches = ShortBatches(mesh, {}, lambda: None)
+        self._batches = ShortBatches(mesh, EngineLoaders(), lambda: None)
         self._tally: LossTally | None = None  # of the step under way
 
-    def watch_loaders(self, loaders: Mapping[str, EngineLoader], stand_ins: Callable[[], None]) -> None:
+    def watch_loaders(self, loaders: EngineLoaders, stand_ins: Callable[[], None]) -> None:
         """Lets the batches of `loaders` be smaller at the end of an epoch, and calls `stand_ins` before a step in which
         some rank runs a sample that is not its own."""
         self._batches = ShortBatches(self._mesh, loaders, stand_ins)
