@@ -7,6 +7,7 @@ is in no loss, gradient or batch statistic.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,28 @@ class ShortBatches:
         parts = max(1, min(micro_batches, max(found)))
         return self._filled(inputs, targets, parts, self._sample(inputs, targets, found))
 
+    def filled_up(self, batch: Any) -> tuple[Any, Any, int] | None:
+        """Inputs of as many samples as the data rank with the most has, this rank's targets, and the number of its
+        own samples. None if no rank has a batch. A collective of the data ranks.
+
+        Args:
+            batch: (inputs, targets); None if this rank has no further one.
+        """
+        size = 0 if batch is None else batch_size(batch[0])
+        shares: list[Any] = [size] * self._mesh.dp_size
+        if self._mesh.dp_size > 1:
+            dist.all_gather_object(shares, size, group=self._mesh.dp_group)
+        missing = max(shares) - size
+        if not any(shares):
+            return None
+        inputs, targets = batch or (None, None)
+        sample = self._sample(inputs, targets, shares)
+        if batch is None:
+            targets = tree_map(_none, sample[1])
+        if missing:
+            inputs = tree_map(partial(_extended, missing), inputs if size else tree_map(_none, sample[0]), sample[0])
+        return inputs, targets, size
+
     def _shares(self, inputs: Any, targets: Any) -> tuple[list[int], bool]:
         """How many samples each data rank has of a batch that a loader handed out, nothing for other batches; and
         whether it is an epoch's last, smaller one."""
@@ -109,7 +132,7 @@ class ShortBatches:
 
     def _sample(self, inputs: Any, targets: Any, shares: list[int]) -> Any:
         """One sample: of this rank, if it has any, else of another."""
-        sample = tree_map(_first, (inputs, targets)) if batch_size(inputs) else None
+        sample = tree_map(_first, (inputs, targets)) if shares[self._mesh.dp_rank] else None
         if 0 in shares and any(shares):
             source = next(rank for rank, held in enumerate(shares) if held)
             sent = [to_device(sample, torch.device("cpu")) if self._mesh.dp_rank == source else None]
@@ -183,4 +206,19 @@ class EqualShares:
 
 
 def _first(leaf: Any) -> Any:
-    return leaf[:1] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else leaf
+    return leaf[:1] if _has_samples(leaf) else leaf
+
+
+def _none(leaf: Any) -> Any:
+    return leaf[:0] if _has_samples(leaf) else leaf
+
+
+def _extended(missing: int, leaf: Any, sample: Any) -> Any:
+    """`leaf`, and after it so many times the `sample`."""
+    if not _has_samples(leaf):
+        return leaf
+    return torch.cat([leaf, sample.to(leaf.device).expand(missing, *sample.shape[1:])])
+
+
+def _has_samples(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0

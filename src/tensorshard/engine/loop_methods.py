@@ -12,6 +12,7 @@ from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandl
 from tensorshard.engine.last_batch import EqualShares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders
 from tensorshard.engine.manual_loop import ManualLoop
+from tensorshard.engine.measures import gather, mean
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -49,7 +50,7 @@ class LoopMethods:
     _shares: EqualShares
     _seed: int
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Any) -> torch.Tensor:
         """The backward of one micro-batch's `loss`, in place of ``loss.backward()``.
 
         Gradients become those of the mean over the plan's micro-batches and the data ranks: after the last one,
@@ -59,6 +60,10 @@ class LoopMethods:
         Args:
             loss: a scalar, the mean over the micro-batch's samples; or ``(sum, count)`` if the numbers of samples or
                 tokens vary. The gradient is then exactly that of the global sum over the global count.
+
+        Returns:
+            The mean of this micro-batch's loss over the data ranks, without a gradient: a scalar, the same on every
+            rank, which one process would print. For ``(sum, count)`` it is the global sum over the global count.
 
         Raises:
             TypeError: `loss` is neither.
@@ -74,7 +79,7 @@ class LoopMethods:
                 "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
                 "loss: in a loop of your own add function(engine.model) to the loss, and call the handle's remove()"
             )
-        self._manual_loop.backward(loss)
+        return self._manual_loop.backward(loss)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context for one micro-batch of a loop of your own: forward, :meth:`backward`, and perhaps the update.
@@ -83,6 +88,45 @@ class LoopMethods:
         ``plan.micro_batches``. So the same loop works for any number of micro-batches.
         """
         return self._manual_loop.accumulate()
+
+    def gather(self, values: Any) -> Any:
+        """What each data rank has of its own samples, put together: outputs, predictions, losses of single samples.
+
+        Every rank calls it and gets the whole, on the Engine's device and without gradients. The order is that of the
+        data ranks, which is the order of a batch of :meth:`loader`.
+
+        Args:
+            values: a tensor, or a tuple, list, dict or dataclass of tensors. The first dimension of each is the
+                samples, of which ranks may have different numbers. A scalar counts as one sample.
+
+        Returns:
+            The same structure; tensors have the samples of all data ranks as their first dimension.
+
+        Raises:
+            TypeError: there is no tensor in `values`.
+            ValueError: another dimension, or a type, differs between the ranks.
+        """
+        return gather(values, self.mesh, self.device)
+
+    def mean(self, values: Any) -> Any:
+        """The mean over the data ranks, as one process would compute it. Every rank calls it.
+
+        Args:
+            values: a tensor whose first dimension is the samples (all elements count the same, ranks may have different
+                numbers of them); a scalar or a number (all ranks count the same); ``(sum, count)``, for the sum of all
+                sums over the sum of all counts; or a dict of these.
+
+        Returns:
+            A scalar tensor without a gradient, the same on every rank; a float for a number; a dict for a dict.
+
+        Raises:
+            TypeError: a value has none of these forms.
+
+        Examples:
+            >>> accuracy = engine.mean((engine.predict(inputs).argmax(1) == targets).float())
+            >>> found = engine.mean({"loss": loss, "tokens": (token_losses.sum(), token_losses.numel())})
+        """
+        return mean(values, self.mesh, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, before clipping: a scalar, the same on every rank. A collective.
