@@ -130,6 +130,7 @@ def test_a_case_is_the_same_every_time_and_every_weight_of_it_moves():
     assert min(train_alone(case, 2).moved.values()) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_cell_runs_on_processes_of_its_own(tmp_path):
     case = find_cases()["plain/MLP"]
     runner = CellRunner(tmp_path, limit=120)

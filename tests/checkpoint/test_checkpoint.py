@@ -44,7 +44,14 @@ def _load_and_train(fields: dict, path: str, before: int, after: int) -> list[fl
     ]
 
 
-@pytest.mark.parametrize("written", ["zero3_on_2", "zero1_on_2", "hybrid_on_4"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param("zero3_on_2", marks=pytest.mark.slow),
+        pytest.param("zero1_on_2", marks=pytest.mark.slow),
+        "hybrid_on_4",
+    ],
+)
 def test_any_layout_reads_any_other(ranks, tmp_path, written):
     world, fields = PLANS[written]
     path = str(tmp_path / "step-8")

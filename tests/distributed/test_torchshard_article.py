@@ -56,7 +56,7 @@ def _as_printed(group_size: int, dim: int | None, zero: bool, clip: float | None
     assert_same_weights(state, _reference(dist.get_world_size(), clip=clip))
 
 
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("zero", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize(("world", "group_size"), [(2, 2), (4, 4), (4, 2)])
 def test_weights_are_those_of_one_device(ranks, world, group_size, dim, zero):

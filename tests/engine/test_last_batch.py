@@ -113,7 +113,7 @@ def check(
     parity.assert_same_state(state, expected_state, tolerance)
 
 
-@pytest.mark.parametrize("samples", [9, 11])
+@pytest.mark.parametrize("samples", [pytest.param(9, marks=pytest.mark.slow), 11])
 @pytest.mark.parametrize("level", LEVELS)
 def test_ranks_may_have_no_sample(ranks, level, samples):
     check(ranks, 4, Regular, squares, samples, zero=level)
@@ -138,7 +138,10 @@ def test_batch_norms_count_no_sample_twice(ranks, level):
         (4, dict(zero=3, dp_replicate=2, micro_batches=2)),
     ],
 )
-@pytest.mark.parametrize("samples, read", [(9, iter), (11, copied), (14, list)])
+@pytest.mark.parametrize(
+    "samples, read",
+    [pytest.param(9, iter, marks=pytest.mark.slow), (11, copied), pytest.param(14, list, marks=pytest.mark.slow)],
+)
 def test_micro_batches_may_be_uneven(ranks, world, fields, samples, read):
     check(ranks, world, Regular, squares, samples, read=read, **fields)
 
@@ -158,7 +161,7 @@ def test_split_blocks(ranks):
 
 
 @pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=3), dict(pp_schedule="interleaved_1f1b", zero=1)], ids=str)
-@pytest.mark.parametrize("samples, read", [(9, list), (11, copied)])
+@pytest.mark.parametrize("samples, read", [pytest.param(9, list, marks=pytest.mark.slow), (11, copied)])
 def test_pipelines(ranks, samples, read, fields):
     check(ranks, 4, Blocks, squares, samples, read=read, pp=2, micro_batches=4, **fields)
 

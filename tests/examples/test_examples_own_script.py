@@ -34,6 +34,7 @@ def _figures(printed: str, names: str = "loss|norm") -> list[float]:
     return [float(figure) for figure in re.findall(rf"(?:{names}) ([\d.]+)", printed)]
 
 
+@pytest.mark.slow
 def test_a_nanogpt_script_trains_as_one_process_does(ranks, tmp_path):
     runs = [
         ["train_sharded.py"],

@@ -225,6 +225,12 @@ LOADERS: dict[str, Case] = {
     ),
     "fewer than no workers": (lambda e: e.usual.loader(_data(), 4, num_workers=-1), "num_workers"),
     "a negative seed": (lambda e: e.usual.loader(_data(), 4, seed=-1), "seed is -1", "0 or more"),
+    "a seed as the generator": (lambda e: e.usual.loader(_data(), 4, generator=3), "generator is 3", "manual_seed(0)"),
+    "an order twice": (
+        lambda e: e.usual.loader(_data(), 4, shuffle=False, generator=torch.Generator()),
+        "shuffle=False",
+        "one of the two",
+    ),
     "a name twice": (
         lambda e: [e.usual.loader(_data(), 4, name="twice") for _ in range(2)], "'twice' already", "another name"
     ),

@@ -10,11 +10,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorshard.data import ShardedBatchSampler
+from tensorshard.data.sampler import TorchOrder
 from tensorshard.model.batches import to_device
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 # Options that decide the order of the data. The Engine sets them, since it divides the data over the ranks.
-_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
+_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 class EngineLoader:
@@ -47,8 +48,11 @@ class EngineLoader:
         drop_last: bool,
         seed: int,
         options: dict[str, Any],
+        generator: torch.Generator | None = None,
     ) -> None:
         _check(dataset, batch_size, options)
+        if generator is not None:
+            _check_generator(generator, shuffle)
         self.dataset = dataset
         self.batch_size = batch_size
         self.epoch = 0
@@ -64,6 +68,7 @@ class EngineLoader:
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
+            "order": None if generator is None else TorchOrder(dataset, generator),
         }
         self._sampler()  # which checks all of these
         self._batches()  # and this the options
@@ -203,6 +208,18 @@ class _AtLeastOne(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def _check_generator(generator: Any, shuffle: bool) -> None:
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is {generator!r}; it must be a torch.Generator in the same state on every rank, such as "
+            f"torch.Generator().manual_seed(0)"
+        )
+    if not shuffle:
+        raise ValueError(
+            "a generator was given with shuffle=False, which keeps the dataset's order: give one of the two"
+        )
 
 
 def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:

@@ -192,6 +192,7 @@ class LoopMethods:
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int | None = None,
+        generator: torch.Generator | None = None,
         name: str | None = None,
         **options: Any,
     ) -> EngineLoader:
@@ -208,6 +209,9 @@ class LoopMethods:
                 some ranks may get none of its samples: :meth:`Engine.step` counts each sample once all the same, also
                 where micro-batches get different numbers of samples, and if you read batches ahead.
             seed: of the order; None for the Engine's.
+            generator: for the order of ``DataLoader(dataset, batch_size, shuffle=True, generator=generator)`` in place
+                of that of `seed`, to compare with a script that has one. In the same state on every rank, and when a
+                run is resumed. Its state is copied.
             name: the loader's name in checkpoints; by default "loader0", "loader1" and so on, in the order they are
                 made.
             options: as for ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and so on.
@@ -232,6 +236,7 @@ class LoopMethods:
             drop_last=drop_last,
             seed=self._seed if seed is None else seed,
             options=options,
+            generator=generator,
         )
         if not drop_last:
             check_last_batch(len(dataset) % batch_size, self.plan, self.sharded.structure)  # type: ignore[arg-type]

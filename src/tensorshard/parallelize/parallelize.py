@@ -51,7 +51,8 @@ def parallelize(
             pass ``fused`` or ``foreach``. A head built with ``update=`` is in a separate group (``docs/heads.md``).
         loss_fn: ``loss_fn(output, targets)`` returns the mean over samples as a scalar, or ``(sum, count)`` where the
             number of samples or tokens varies. Floating-point outputs reach it as fp32.
-        seed: of the initial weights and of dropout. Initial weights do not depend on the plan.
+        seed: of the initial weights and of dropout. Initial weights do not depend on the plan: of a callable they are
+            those of ``torch.manual_seed(seed); model()``.
         device: where this rank computes; by default the CUDA device of its local rank if there is one, else the CPU.
         sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes. The model runs on fake copies of
             them to find out where `tp` can split it and `pp` can cut it. By default they are guessed from its layers.

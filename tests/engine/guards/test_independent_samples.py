@@ -52,7 +52,7 @@ def _contrastive(fields: dict[str, Any], gathered: bool) -> tuple[list[float], d
     return losses, engine.full_state_dict(), said
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=3), dict(zero=1, recompute="full")], ids=str)
 def test_a_gathered_contrastive_loss_is_that_of_one_process(ranks, size, fields):
     [(expected, state, said)] = ranks(1, _contrastive, dict(zero=0), True)
@@ -94,7 +94,11 @@ def _independent(fields: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "fields"),
-    [(2, dict(zero=3, micro_batches=2)), (4, dict(pp=2, micro_batches=4)), (2, dict(precision="bf16", zero=2))],
+    [
+        (2, dict(zero=3, micro_batches=2)),
+        pytest.param(4, dict(pp=2, micro_batches=4), marks=pytest.mark.slow),
+        (2, dict(precision="bf16", zero=2)),
+    ],
     ids=str,
 )
 def test_cross_entropy_is_not_suspected(ranks, size, fields):

@@ -64,3 +64,30 @@ def test_errors_of_this_package_surface_from_a_search(monkeypatch, error):
     monkeypatch.setattr(provenance.Provenance, "add", raising(error, OURS))
     with pytest.raises(error, match="here"):
         find_tensor_plan(model, 2)
+
+
+class Scaled(nn.Module):
+    """Divides by a statistic of its hidden features, and multiplies by it again."""
+
+    def __init__(self, statistic: str) -> None:
+        super().__init__()
+        self.statistic = statistic
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        with torch.set_grad_enabled(self.statistic != "for a log"):
+            scale = hidden.abs().max() if self.statistic != "of each" else hidden.abs().amax((0, 1), keepdim=True)
+        if self.statistic == "for a log":
+            return self.down(hidden)
+        return self.down((hidden / scale) * scale)
+
+
+@pytest.mark.parametrize("statistic", ["of all", "of each", "for a log"])
+def test_a_statistic_of_a_part_is_refused_even_if_numbers_agree(statistic):
+    checked = BlockCheck(Scaled(statistic), as_call(torch.zeros(2, 3, 8)), 2)
+    if statistic != "of all":
+        checked.check({"up": COLWISE, "down": ROWWISE})
+        return
+    with pytest.raises(MismatchError, match="takes the max over a dimension of which each rank has a part"):
+        checked.check({"up": COLWISE, "down": ROWWISE})

@@ -35,9 +35,9 @@ def _train(directory: Path, fields: dict[str, Any], out: Path | None) -> tuple[f
     [
         ("llama", {"zero": 3}, 2),
         ("llama-tied", {"tp": 2, "zero": 1}, 2),
-        ("llama-tied", {"pp": 2, "micro_batches": 2}, 2),
+        pytest.param("llama-tied", {"pp": 2, "micro_batches": 2}, 2, marks=pytest.mark.slow),
         ("mixtral", {"tp": 2}, 2),
-        ("llama", {"pp": 2, "tp": 2, "micro_batches": 2}, 4),
+        pytest.param("llama", {"pp": 2, "tp": 2, "micro_batches": 2}, 4, marks=pytest.mark.slow),
     ],
 )
 def test_in_trained_and_out(ranks, tmp_path, kind, fields, size):

@@ -28,10 +28,9 @@ from tensorshard.tensor_parallel.table.table import (
     starred,
 )
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
-from tensorshard.tensor_parallel.verify.block_checks import BlockChecks
-from tensorshard.tensor_parallel.verify.inner_checks import KnownModules
+from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, KnownModules
+from tensorshard.tensor_parallel.verify.model_check import OuterLayersCheck
 from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, run_once
-from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
 
 
 class NoTableError(ValueError):

@@ -22,7 +22,7 @@ from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.styles import CLASSES, COLWISE_GATHER, VOCAB, Divide, Gather
 from tensorshard.tensor_parallel.table.table import starred
 from tensorshard.tensor_parallel.verify.block_calls import Capture
-from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
+from tensorshard.tensor_parallel.verify.model_check import OuterLayersCheck
 from tensorshard.torch_private.modules import own_parameters
 
 # Tables that are much smaller than the largest (positions, segments) are not worth their communication.

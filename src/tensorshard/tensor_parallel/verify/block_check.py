@@ -38,8 +38,7 @@ from tensorshard.tensor_parallel.table.layouts import Layout, SequenceSplit, loc
 from tensorshard.tensor_parallel.table.styles import Channels
 from tensorshard.tensor_parallel.table.table import TensorTable
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining
-from tensorshard.tensor_parallel.verify.block_run import Expected, random_input, run_full, run_split
-from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
+from tensorshard.tensor_parallel.verify.block_run import Expected, TrainingCheck, random_input, run_full, run_split
 from tensorshard.tensor_parallel.verify.comparison import (
     Agreement,
     BlockRun,
@@ -48,9 +47,8 @@ from tensorshard.tensor_parallel.verify.comparison import (
     compare_outputs,
     not_running,
 )
-from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
-from tensorshard.tensor_parallel.verify.training_check import TrainingCheck
+from tensorshard.tensor_parallel.verify.layer_checks import computes_as_linear, computes_by_channel
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 from tensorshard.torch_private.tensors import tensor_version
 
 # Gradients are compared for parameters of up to this many elements. Those of large matrices follow from activations'.
