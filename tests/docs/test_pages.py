@@ -136,7 +136,6 @@ def _run_page(page: str, folder: Path, plan: str | None = None) -> dict[str, Any
 
 def _check_readme(found: dict[str, Any], folder: Path) -> None:
     assert found["steps"] == 3 + 1 and 4 < found["loss"] < 6
-    assert (folder / "checkpoints" / "first-epoch" / "engine.json").is_file()
 
 
 def _check_own_loop(found: dict[str, Any], folder: Path) -> None:
