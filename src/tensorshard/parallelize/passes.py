@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.parameters import assign_buffers
 from tensorshard.parallelize.parallel_layers import tensor_split_of
 from tensorshard.parallelize.part import Part, PassContext
@@ -12,7 +13,6 @@ from tensorshard.passes.compile import compile_blocks
 from tensorshard.passes.mixed_types import give_one_type
 from tensorshard.passes.precision import DTYPES, keep_norms_fp32
 from tensorshard.passes.recompute import apply_recompute
-from tensorshard.sharded.sharded_model import ShardedModel
 
 logger = logging.getLogger("tensorshard")
 
