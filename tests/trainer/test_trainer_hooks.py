@@ -231,7 +231,7 @@ def test_the_gradient_norm_is_logged_where_there_is_one() -> None:
     notebook = Notebook()
     _trainer([LoggingHook([notebook])], engine=engine, max_steps=1).fit()
     assert "grad_norm" not in notebook.lines[1]
-    engine.grad_norm = torch.tensor(1.5)
+    engine.grad_norm = 1.5
     _trainer([LoggingHook([notebook])], engine=engine, max_steps=2).fit()
     assert notebook.lines[2]["grad_norm"] == 1.5
 

@@ -70,6 +70,14 @@ class NonFiniteLossError(FloatingPointError):
     """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken."""
 
 
+class GradientNorm(float):
+    """The norm of a gradient: a number. Its ``item()`` is for code that expects a tensor."""
+
+    def item(self) -> float:
+        """The number."""
+        return float(self)
+
+
 class HookHandle:
     """Removes a gradient hook."""
 

@@ -19,7 +19,7 @@ from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.module_changes import ModuleChanges
-from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
+from tensorshard.engine.loss import GlobalLoss, LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.optimizer import StepCounter, TrainedParameters, methods_beside_step
 from tensorshard.plan.mesh import Mesh
@@ -72,6 +72,7 @@ class ManualLoop:
         self._done = 0  # micro-batches of the step under way whose backward is over
         self._calls = 0  # of backward, in all steps
         self._tally: LossTally | None = None  # of the step under way, if its losses are sums and counts
+        self._global_loss: GlobalLoss | None = None  # of the latest micro-batch
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
         self._replace_methods(optimizer)
 
@@ -129,19 +130,19 @@ class ManualLoop:
                 f"engine.optimizer.step() and zero_grad()"
             )
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Any) -> torch.Tensor:
         """See :meth:`tensorshard.Engine.backward`."""
         self._check_no_pipeline("engine.backward(loss)")
         total, count = sum_and_count(loss, self._device, "engine.backward was given", "be given")
         check_has_gradient(total)
         try:
             with explained("engine.backward"):
-                self._backward(total, count)
+                return self._backward(total, count)
         except BaseException:
             self.abandon()
             raise
 
-    def _backward(self, total: torch.Tensor, count: torch.Tensor | None) -> None:
+    def _backward(self, total: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
         self._backwards.check_no_foreign_gradient("engine.backward(loss)")
         micro_batches = self._plan.micro_batches
         if self._done == micro_batches:
@@ -164,6 +165,7 @@ class ManualLoop:
         self._sharded.begin_micro_batch(last, average=True)
         if last and self._tally is not None:
             self._tally.start_total()
+        self._global_loss = GlobalLoss(total, total.new_ones(()) if count is None else count, self._mesh)
         with self._backwards.by_engine():
             (total * weight).backward()
         self._sharded.finish_micro_batch()
@@ -171,6 +173,7 @@ class ManualLoop:
             self._complete()
         self._done += 1
         self._calls += 1
+        return self._global_loss.mean()
 
     def _begin(self, counted: bool) -> None:
         self._tally = LossTally(self._mesh) if counted else None
@@ -201,9 +204,10 @@ class ManualLoop:
 
     def forget(self) -> None:
         """Forgets the micro-batches so far, whose gradients are dropped."""
-        tally, self._tally = self._tally, None
-        if tally is not None:
-            tally.abandon()
+        for loss in (self._tally, self._global_loss):
+            if loss is not None:
+                loss.abandon()
+        self._tally = self._global_loss = None
         if 0 < self._done < self._plan.micro_batches:
             self._sharded.abandon_step()
         self._earlier = []
