@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from tensorshard.common.dotted_names import is_inside
 from tensorshard.config.config_error import ConfigError, MissingValueError
@@ -77,10 +77,12 @@ def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False)
         group = error.parent_node
         target = group.get("_target_") if isinstance(group, DictConfig) else None
         raise MissingValueError(source, str(error.full_key), target) from error
+    except InterpolationToMissingValueError as error:
+        # The key itself is named by the message alone.
+        key = str(error).splitlines()[0].rpartition(" ")[2]
+        raise MissingValueError(source, key, None) from error
     except OmegaConfBaseException as error:
-        missing = isinstance(error, MissingMandatoryValue) and str(error.key) == "source"
-        hint = f"; give {error.full_key}=FILE, as `tensorshard data tokenize TEXT...` writes it" if missing else ""
-        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}{hint}") from error
+        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
 
 
 def _refusal(source: str, key: str, name: Any, module: str) -> str:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tensorshard.common.paths import read_utf8
 from tensorshard.data.stdlib_text import Split, check_split, read_sources
 from tensorshard.data.text_codec import find_codec
 from tensorshard.data.token_dataset import TokenDataset
@@ -73,11 +72,18 @@ def _parts(files: str | Sequence[str], split: Split) -> Iterator[str]:
         if not found:
             raise FileNotFoundError(f"there is no text file {pattern}; give paths or patterns of text files in UTF-8")
         for file in found:
-            text = read_utf8(Path(file))
+            text = _read(Path(file))
             for start in range(0, len(text), _PART):
                 if _is_of(split, number):
                     yield text[start : start + _PART]
                 number += 1
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8: {error}") from error
 
 
 def _is_of(split: Split, number: int) -> bool:
@@ -141,7 +147,7 @@ class LabelledText(Dataset[tuple[dict[str, Tensor], Tensor]]):
 def _rows(file: Path) -> list[tuple[str, str]]:
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}; give a CSV file whose first line is text,label")
-    reader = csv.DictReader(read_utf8(file).splitlines(keepends=True))
+    reader = csv.DictReader(_read(file).splitlines(keepends=True))
     columns = reader.fieldnames or []
     if "text" not in columns or "label" not in columns:
         raise ValueError(f"{file} has the columns {', '.join(columns) or 'none'}; its first line must be text,label")
