@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import FinalGradients, GradientNorm, LossScaler, NonFiniteLossError
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
@@ -43,7 +44,6 @@ from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.compilation import explained_compilation
 
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]

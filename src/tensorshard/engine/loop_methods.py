@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.data import Dataset
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
 from tensorshard.engine.last_batch import EqualShares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders
@@ -16,7 +17,6 @@ from tensorshard.engine.measures import gather, mean
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 # Names that people look for on an Engine, and where to find what they mean.
 _ELSEWHERE = {

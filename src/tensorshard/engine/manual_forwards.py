@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.guards.foreign_backward import ForeignBackwards, watch_output
 from tensorshard.engine.guards.same_batch import SameBatch
 from tensorshard.engine.guards.wrong_batch import note_inputs
@@ -19,7 +20,6 @@ from tensorshard.model.forward_contexts import RootRole, hook_root, surround_par
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 
 class ManualForwards:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.module_changes import ModuleChanges
@@ -23,7 +24,6 @@ from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.optimizer import StepCounter, TrainedParameters, methods_beside_step
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 logger = logging.getLogger("tensorshard")
 

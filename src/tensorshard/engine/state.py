@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import as_path
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import LossScaler
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.loader import EngineLoaders
@@ -22,7 +23,6 @@ from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage, Update
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.adapters import AdapterExport, has_adapters
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.guards.same_batch import SameBatch
 from tensorshard.engine.guards.wrong_batch import explained_forward
 from tensorshard.engine.last_batch import MicroBatch, ShortBatches
@@ -18,7 +19,6 @@ from tensorshard.passes.batch_norm import ignored_in_statistics
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Custom process groups, and the settings of a group."""
+"""Custom process groups, the settings of a group, and what ``DistributedDataParallel`` averages and leaves alone."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import (
     _unregister_all_process_groups,
     _update_default_pg,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 _STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="fake")
 """The backend that a fake world stands for: see :func:`fake_world`."""
@@ -330,3 +332,39 @@ def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
     if not isinstance(argument, torch.ScriptObject) or "ProcessGroup" not in str(argument._type()):
         return None
     return dist.ProcessGroup.unbox(argument)
+
+
+def active_ddp_module() -> Any:
+    """The ``DistributedDataParallel`` whose forward is running, or None.
+
+    Why: a gather or scatter in that forward has to make up for the averaging of the gradients.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def ddp_ignored(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers of `module` that ``DistributedDataParallel`` will ignore, whoever set them.
+
+    Why: the list is set as a whole, so names that others have set must be kept.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none.
+    """
+    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
+    """Makes ``DistributedDataParallel`` ignore the parameters and buffers of `names` in `module`.
+
+    Why: each rank holds another shard of a split parameter, which must not be averaged or broadcast.
+
+    Checked: torch 2.11 and 2.13.
+
+    Public way: none. PyTorch's DDP tutorials name this one.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)

@@ -1,7 +1,8 @@
-"""A tensor's memory, version and kind."""
+"""A tensor's memory, version and kind, and when storages are resized."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -10,6 +11,14 @@ PARAMETER_FLAG = "_is_param"
 
 QUESTIONS = ("_is_view", "_has_compatible_shallow_copy_type")
 """Names of functions by which torch's own Python code asks what kind of tensor one is, without reading values."""
+
+
+_OBJECT_ATTRIBUTES = (
+    *("requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
+    *("is_quantized", "is_mkldnn", "is_nested", "is_sparse_csr", "is_xpu", "is_mps", "is_mtia", "is_xla", "names"),
+    *("output_nr", "retains_grad", "name", "_version", "_base", "_cdata", "_grad", "_backward_hooks"),
+    "_post_accumulate_grad_hooks",
+)
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
@@ -135,9 +144,25 @@ def object_attributes() -> list[object]:
     return getters + [getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "_backward_hooks", "_grad")]
 
 
-_OBJECT_ATTRIBUTES = (
-    *("requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
-    *("is_quantized", "is_mkldnn", "is_nested", "is_sparse_csr", "is_xpu", "is_mps", "is_mtia", "is_xla", "names"),
-    *("output_nr", "retains_grad", "name", "_version", "_base", "_cdata", "_grad", "_backward_hooks"),
-    "_post_accumulate_grad_hooks",
-)
+@contextmanager
+def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `resized` is called after each ``UntypedStorage.resize_``.
+
+    Why: ZeRO 3 frees gathered parameters by making their storages empty, which no dispatch mode sees.
+
+    Checked: torch 2.11 and 2.13, in which ``torch.distributed.fsdp`` resizes storages so.
+
+    Public way: none.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, *args: Any) -> Any:
+        result = original(storage, *args)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

@@ -24,7 +24,6 @@ from tensorshard.model.fake_copies import (
     random_values,
 )
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.no_dropout import train_without_dropout
 from tensorshard.model.provenance import OperationCounter
 from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_restored, host_random_states
@@ -37,7 +36,7 @@ from tensorshard.tensor_parallel.table.layer_styles import LayerStyle, Style
 from tensorshard.tensor_parallel.table.layouts import Layout, SequenceSplit, local_shard, shard_view
 from tensorshard.tensor_parallel.table.styles import Channels
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining, train_without_dropout
 from tensorshard.tensor_parallel.verify.block_run import Expected, TrainingCheck, random_input, run_full, run_split
 from tensorshard.tensor_parallel.verify.comparison import (
     Agreement,

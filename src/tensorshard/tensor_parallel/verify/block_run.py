@@ -15,12 +15,12 @@ from torch import nn
 
 from tensorshard.model.fake_copies import mixed_mask
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.no_dropout import WithoutDropout
 from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.reductions import NotedStatistics
 from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.table.layouts import Layout, local_shard
+from tensorshard.tensor_parallel.verify.block_calls import WithoutDropout
 from tensorshard.tensor_parallel.verify.comparison import (
     BlockRun,
     MismatchError,

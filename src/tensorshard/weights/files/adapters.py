@@ -18,8 +18,8 @@ from torch import nn
 
 from tensorshard.model.buffers import STATISTICS, keeps_statistics
 from tensorshard.torch_private.modules import without_values
+from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class, weights_folder
-from tensorshard.weights.files.stored_weights import is_of_transformers
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of the names of the base model's tensors

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tensorshard.common.folders import WholeFolder
 from tensorshard.plan.field_checks import size_in_bytes
-from tensorshard.weights.files.stored_weights import is_of_transformers
+from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.transformers_weights import StoredNames
 
 MAX_SHARD_SIZE = "5GB"
