@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pretrained_models
 from pages import PAGES, ROOT, blocks
-from tensorshard import cli
+from tensorshard import Plan, cli
 from tensorshard.config import instantiate, load_config
 from tensorshard.data import StdlibText, write_token_file
 
@@ -81,6 +82,11 @@ def test_the_readme_is_short():
     assert "GPUs yet" in readme[: readme.index("```bash")]  # what was not tried, in the first screen
 
 
+def test_the_readmes_first_script_is_the_file():
+    first = next(block for block in blocks("README.md") if block.language == "python")
+    assert first.code == (ROOT / "examples" / "train.py").read_text(encoding="utf-8")
+
+
 # -- Python --
 
 
@@ -131,7 +137,6 @@ def _run_page(page: str, folder: Path, plan: str | None = None) -> dict[str, Any
 
 def _check_readme(found: dict[str, Any], folder: Path) -> None:
     assert found["steps"] == 3 + 1 and 4 < found["loss"] < 6
-    assert (folder / "checkpoints" / "first-epoch" / "engine.json").is_file()
 
 
 def _check_own_loop(found: dict[str, Any], folder: Path) -> None:
@@ -201,6 +206,11 @@ def test_yaml_is_a_config(page, tmp_path):
             OmegaConf.create(block.code)
             (tmp_path / "config.yaml").write_text(block.code)
             load_config(tmp_path / "config.yaml")
+
+
+def test_a_page_has_every_field_of_a_plan():
+    page = (ROOT / "docs" / "axes.md").read_text(encoding="utf-8")
+    assert [field.name for field in fields(Plan) if not re.search(rf"`{field.name}\b", page)] == []
 
 
 def test_the_architectures_files_exist():

@@ -17,6 +17,7 @@ from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
+from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.last_batch import EqualShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
@@ -24,6 +25,7 @@ from tensorshard.engine.loss import Objective
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.measures import Metrics, check_loader, gathered_batches, pair
+from tensorshard.engine.model_loss import MeansWithoutGraphs, model_loss
 from tensorshard.engine.optimizer import (
     OptimizerFactory,
     StepCounter,
@@ -109,7 +111,8 @@ class Engine(LoopMethods, StateMethods):
         self._steps = StepCounter(heap, warns=mesh.rank == 0)
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
-        objective = Objective(loss_fn, plan.precision, device, sharded.calling_user)
+        self._means = UnevenMeans(mesh, plan.micro_batches)
+        objective = Objective(loss_fn, plan.precision, device, sharded.calling_user, self._means)
         self._penalties = Penalties(sharded, mesh, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
@@ -166,6 +169,7 @@ class Engine(LoopMethods, StateMethods):
             self._trained,
             self._changes,
             self._steps,
+            self._means,
         )
         guard_state_dicts(sharded, plan)
         if plan.pp > 1 or any(count > 1 for count in sharded.num_shards().values()):
@@ -241,7 +245,9 @@ class Engine(LoopMethods, StateMethods):
         self._trained.check()
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
+        self._means.begin()
         loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        self._means.compare()
         self.storage.check_transfers(of_update=True)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
@@ -330,7 +336,8 @@ class Engine(LoopMethods, StateMethods):
         return self._evaluate(inputs, targets).mean
 
     def _evaluate(self, inputs: Any, targets: Any) -> StepLoss:
-        with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
+        counts = MeansWithoutGraphs() if self.loss_fn is model_loss else nullcontext()
+        with self._call("evaluate"), self._cache.off(), self._evaluation_mode(), counts:
             self._finish_update()
             loss = self._step_runner.evaluate(inputs, targets)
             self.storage.check_transfers()

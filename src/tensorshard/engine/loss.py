@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
+from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.guards.wrong_batch import explained_loss
 from tensorshard.model.batches import batch_size, without_samples
 from tensorshard.passes.precision import widen_output
@@ -25,12 +26,14 @@ class Objective:
         precision: of the plan; outputs of 16 bits reach `loss_fn` as fp32.
         device: of this rank.
         calling: the context in which `loss_fn` is called.
+        means: notes the means of the first step; None to look at none.
     """
 
     loss_fn: Callable[[Any, Any], Any]
     precision: str
     device: torch.device
     calling: Callable[[], AbstractContextManager[None]] = nullcontext
+    means: UnevenMeans | None = None
 
     def __call__(self, output: Any, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a (micro-)batch as a sum and the count that it is a sum over.
@@ -50,6 +53,8 @@ class Objective:
                 "the batch of this rank has no samples, so it has no mean loss; give at least one on every rank, "
                 "take the batches of engine.loader(dataset, batch_size), or a loss_fn that returns (sum, count)"
             )
+        if self.means is not None and torch.is_grad_enabled():
+            self.means.note(total, samples)
         return total * samples, torch.tensor(float(samples), device=self.device)
 
     def of_none(self, output: Any, targets: Any, none: Any) -> tuple[torch.Tensor, torch.Tensor]:

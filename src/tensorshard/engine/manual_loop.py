@@ -19,6 +19,7 @@ from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.module_changes import ModuleChanges
+from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.loss import GlobalLoss, LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.optimizer import StepCounter, TrainedParameters, methods_beside_step
@@ -40,6 +41,7 @@ class ManualLoop:
         trained: the parameters that are trained.
         changes: of the model's modules.
         steps: counts the optimizer steps.
+        means: looks at the mean losses of the first step.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ManualLoop:
         trained: TrainedParameters,
         changes: ModuleChanges,
         steps: StepCounter,
+        means: UnevenMeans,
     ) -> None:
         self._sharded = sharded
         self._plan = plan
@@ -67,6 +70,7 @@ class ManualLoop:
         self._trained = trained
         self._changes = changes
         self._steps = steps
+        self._means = means
         self._foreign_optimizers: set[str] = set()  # classes of those that user code has built
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
@@ -156,6 +160,7 @@ class ManualLoop:
             )
         weight: Any = self._scaler.scale if self._scaler is not None else 1.0
         if self._tally is None or count is None:
+            self._means.note(total, 1)  # all of them weigh the same
             weight = weight / micro_batches
         else:
             self._tally.add(total, count, micro_batches=micro_batches)
@@ -237,6 +242,7 @@ class ManualLoop:
         self._backwards.check_no_foreign_gradient("engine.optimizer.step()")
         self._check_complete("engine.optimizer.step()")
         with explained("engine.optimizer.step"), self._forwards.inside_engine_call():
+            self._means.compare()
             self._changes.check()
             self._trained.check()
             if self._prepare_gradients():

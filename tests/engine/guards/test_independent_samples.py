@@ -105,31 +105,6 @@ def test_cross_entropy_is_not_suspected(ranks, size, fields):
     assert all(said == [] for said in ranks(size, _independent, fields))
 
 
-def _output_loss(counted: bool) -> list[str]:
-    """The loss that a model of transformers computes of labels, which differ in number between samples."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
-    tokens = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(0))
-    labels = torch.where(torch.arange(6) < torch.arange(8)[:, None] % 5 + 2, tokens, -100)
-
-    def loss(output: Any, labels: torch.Tensor) -> Any:
-        count = (labels[:, 1:] != -100).sum()
-        return (output.loss * count, count) if counted else output.loss
-
-    engine = ts.parallelize(model, ts.Plan(), optimizer=ADAMW, loss_fn=loss, debug=True)
-    tokens, labels = (t.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for t in (tokens, labels))
-    return _debug_lines(engine, ({"input_ids": tokens, "labels": labels}, labels))
-
-
-def test_a_mean_over_labels_is_told_of_sums_and_counts(ranks):
-    [line] = ranks(2, _output_loss, False)[0]
-    assert "return (sum, count)" in line and "gather_for_sum" not in line and "micro_batches=1" not in line
-    assert ranks(2, _output_loss, True) == [[], []]
-
-
 def _unequal() -> list[str]:
     torch.manual_seed(0)
     engine = ts.parallelize(nn.Linear(4, 4), ts.Plan(), optimizer=ADAMW, loss_fn=squares, debug=True)
