@@ -32,8 +32,8 @@ class CountingEngine:
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.model(inputs), targets)
 
-    def save(self, path: Path, *, extra: dict[str, Any] | None = None) -> None:
-        path.mkdir(parents=True)
+    def save(self, path: Path, *, extra: dict[str, Any] | None = None, overwrite: bool = False) -> None:
+        path.mkdir(parents=True, exist_ok=overwrite)
         self.saved[path.name] = extra or {}
 
 

@@ -113,7 +113,8 @@ def _losses(directory: Path) -> dict[int, float]:
 
 def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", output=output)
+    best = "train.save_best=lowest val_error"
+    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", best, output=output)
     assert "measured, rank" in (output / "profile" / "memory.html").read_text()
     lines = read_metrics(output / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
@@ -128,7 +129,7 @@ def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, c
     (session,) = read_sessions(output / "sessions.jsonl")
     assert (session.first_step, session.steps, session.world_size, session.device) == (1, 10, 2, "cpu")
     assert session.plan["dp_shard"] == 2 and len(session.held_before_bytes) == 2 and session.estimated_bytes is None
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-10", "step-8"]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["best", "step-10", "step-8"]
     for name in ("config.yaml", "asked.yaml", "rank0.log", "rank1.log"):
         assert (output / name).stat().st_size > 0
     assert "saved checkpoint" in (output / "rank1.log").read_text()

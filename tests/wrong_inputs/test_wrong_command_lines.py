@@ -50,6 +50,8 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "text for a number": ("train mine.py train.steps=many", "train.steps=many", "takes an integer"),
     "a group of keys": ("train mine.py train=3", "train is a group of keys", "train.plan=..."),
     "no steps": ("train mine.py train.steps=0", "train.steps is 0", "at least 1"),
+    "a best that is none": (["train", "mine.py", "train.save_best=val_loss"], "train.save_best", "'lowest val_loss'"),
+    "a best of nothing": (["train", "mine.py", "train.save_best=lowest val_loss"], "nothing is evaluated without"),
     "steps below 0": ("train mine.py train.steps=-5", "train.steps is -5", "at least 1"),
     "a batch that does not divide": ("train mine.py train.global_batch_size=3", "3 does not divide", "2 or 4"),
     "a level that does not exist": ("train mine.py train.plan.zero=4", "train.plan: zero is 4", "0, 1, 2 and 3"),

@@ -20,7 +20,7 @@ def is_in_backward() -> bool:
 
     Why: code that is recomputed in backward runs outside of the forward of ``DistributedDataParallel``.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -32,7 +32,7 @@ def current_backward() -> int:
 
     Why: a backward within a backward adds to gradients that may be added to again.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -44,7 +44,7 @@ def are_saved_tensors_hooked() -> bool:
 
     Why: such hooks tell recomputation with ``use_reentrant=False``, which sets them, from recomputation with True.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -56,7 +56,7 @@ def is_in_reentrant_checkpoint() -> bool:
 
     Why: what is called without gradients for a checkpoint comes again in backward, unlike what a teacher calls.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -73,7 +73,7 @@ def is_function_transformed() -> bool:
 
     Why: the derivative of such a function goes through all modules that it calls, and a pipeline's stage has some.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -85,7 +85,7 @@ def keeps_graph() -> bool:
 
     Why: parameters that a second backward needs stay gathered until no more backwards can follow.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -97,7 +97,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
     Why: ZeRO 0 to 2 wait for reductions that are still under way, no matter who called backward.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: a call after ``backward()``, if the training loop is one's own.
     """
@@ -109,7 +109,7 @@ def will_run(node: Node) -> bool:
 
     Why: ``autograd.grad`` of an input goes through a model without reaching its parameters, ``backward`` reaches them.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -126,7 +126,7 @@ def engines_backward() -> Iterator[None]:
     Why: hooks that run in backward, of other Engines' models too, need to know. Those on a GPU run in threads of
     autograd, which get this thread's local objects, but not its context variables.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -143,7 +143,7 @@ def is_in_engines_backward() -> bool:
 
     Why: as for that function.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -202,7 +202,7 @@ def compare_saved_tensors(owner: object, describe: Callable[[torch.Tensor], Any]
     Why: by default, torch compares shapes and types only, so a forward that computes other values the second time
     gives wrong gradients without a word.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``determinism_check`` takes the names of two checks that torch has.
     """
@@ -218,7 +218,7 @@ def stops_early() -> bool:
 
     Why: one that runs to its end has saved fewer, and torch's error does not name the block.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``set_checkpoint_early_stop`` sets it.
     """

@@ -30,7 +30,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
     Why: a group may have one backend per device. Collectives are built from sends and receives on Gloo only.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``dist.get_backend_config(group)``, for groups that torch has made.
     """
@@ -43,7 +43,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
     Why: Gloo's sends and receives use the timeout that was set when the group was made, unless each wait has its own.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -56,7 +56,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
     Why: a mesh makes its groups with torch's own timeout, 30 minutes on Gloo.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``dist.new_group(timeout=...)``, for groups that one makes.
     """
@@ -69,7 +69,7 @@ def merged_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
 
     Why: losses are averaged over two axes of a mesh at once.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``dist.new_group`` for every such set of ranks, but the mesh would not know these groups.
     """
@@ -106,7 +106,7 @@ class LocalGroup(dist.ProcessGroup):
     Why: layers and transforms call ``torch.distributed`` with a group. Their results are checked on ranks that are
     threads, and shapes are found on ranks that do not exist.
 
-    Checked: torch 2.11 and 2.13, which calls three of the methods by new names.
+    Checked: torch 2.13 and 2.15, which call three of the methods by two names each.
 
     Public way: none. A backend added by ``dist.Backend.register_backend`` serves groups with one rank in each
     process.
@@ -149,7 +149,7 @@ class LocalGroup(dist.ProcessGroup):
         self._comm.all_to_all(output, input, output_splits, input_splits)
         return _Done()
 
-    # The names that torch 2.13 calls.
+    # The names that torch.distributed's functions call; its C++ calls those above.
 
     def all_gather_single(self, *args: Any) -> dist.Work:
         return self._allgather_base(*args)
@@ -195,7 +195,7 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
     Why: one process tries a plan for many ranks. Collectives return at once, and move nothing. A send or receive keeps
     its tensor as those of Gloo and NCCL do: as long as the object that it returned exists, waited for or not.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; the backend "fake" and its store are for torch's own tests.
 
@@ -245,7 +245,7 @@ def forget_world() -> list[Any]:
     Why: a fork has copies of its parent's groups without their threads, so it can neither use nor destroy them. To try
     plans, it must be in its own world.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``dist.destroy_process_group()`` waits for threads that a fork does not have.
 
@@ -268,7 +268,7 @@ def world_set_aside() -> Iterator[None]:
 
     Why: plans are tried in a fork of a rank. Where a fork cannot run autograd, the rank tries them itself.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -295,7 +295,7 @@ def alone_in_the_world() -> Iterator[None]:
     Why: a model is examined by running its code on one rank, or on fake tensors. Code that calls ``torch.distributed``
     itself would wait there for ranks that do not run it.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -320,7 +320,7 @@ def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
     Why: the bytes sent along each axis are counted where operators are called. These get a group's C++ object or, if
     they are functional, its name.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -339,7 +339,7 @@ def active_ddp_module() -> Any:
 
     Why: a gather or scatter in that forward has to make up for the averaging of the gradients.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -351,7 +351,7 @@ def ddp_ignored(module: nn.Module) -> list[str]:
 
     Why: the list is set as a whole, so names that others have set must be kept.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -363,7 +363,7 @@ def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
 
     Why: each rank holds another shard of a split parameter, which must not be averaged or broadcast.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none. PyTorch's DDP tutorials name this one.
     """

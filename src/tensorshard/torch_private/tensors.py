@@ -26,7 +26,7 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 
     Why: tensorshard also has to know which fake tensors share memory, whose ``data_ptr()`` is 0 or an error.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``storage.data_ptr()``, for tensors with memory that is not empty.
     """
@@ -38,7 +38,7 @@ def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Why: as for :func:`storage_address`.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: as for :func:`storage_address`.
     """
@@ -50,7 +50,7 @@ def detached_alike(tensor: torch.Tensor) -> torch.Tensor:
 
     Why: in a dispatch mode, ``detach`` gives an alias with its own version, which does not show changes in place.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -63,7 +63,7 @@ def tensor_version(tensor: torch.Tensor) -> int:
 
     Why: results computed from a tensor can be used again only if the tensor has not changed.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none. The autograd notes name it, but it has no public name.
     """
@@ -87,7 +87,7 @@ def storage_owners(tensor: torch.Tensor) -> int:
 
     Why: code that kept ``parameter.data`` reads the parameter's memory without using the parameter.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -99,7 +99,7 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 
     Why: ``nn.Parameter(...)`` would make another tensor, and takes no subclass of DTensor.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``nn.Parameter``, for plain tensors that may be replaced by another object.
     """
@@ -111,7 +111,7 @@ def count_gradient_hooks(tensor: torch.Tensor) -> int:
 
     Why: a plan replaces parameters, and their hooks would be lost silently.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -123,7 +123,7 @@ def tensor_base_getter() -> object:
 
     Why: FSDP asks this of every output. A tensor whose values are not computed yet can answer without computing them.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -135,7 +135,7 @@ def object_attributes() -> list[object]:
 
     Why: of a parameter that is split over ranks, this rank's part answers such questions as the whole would.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none for those with a private name, which torch's own Python code reads.
     """
@@ -150,7 +150,7 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 
     Why: ZeRO 3 frees gathered parameters by making their storages empty, which no dispatch mode sees.
 
-    Checked: torch 2.11 and 2.13, in which ``torch.distributed.fsdp`` resizes storages so.
+    Checked: torch 2.13 and 2.15, in which ``torch.distributed.fsdp`` resizes storages so.
 
     Public way: none.
     """
