@@ -12,8 +12,8 @@ from tensorshard.model.provenance import run_operation
 
 def _functions(place: int, *names: str) -> dict[Callable[..., Any], int]:
     """torch's functions and methods of these names, each with the place of the dimensions among its arguments."""
-    found = (getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor, torch.linalg))
-    return {function: place for function in found if function is not None}
+    functions = (getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor, torch.linalg))
+    return {function: place for function in functions if function is not None}
 
 
 STATISTICS = {

@@ -231,13 +231,13 @@ class BlockCheck:
         """
         args, kwargs = other.make_inputs()
         try:
-            found = tensor_leaves(self.make_copy()(*args, **kwargs))
+            outputs = tensor_leaves(self.make_copy()(*args, **kwargs))
         except Exception as error:  # any error of the model on another block's inputs
             if not raised_by_model(error):
                 raise
             return False
         expected = other.expected.outputs
-        return len(found) == len(expected) and all(map(torch.equal, found, expected))
+        return len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
 
     def check(
         self,
