@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -204,6 +204,12 @@ class StateMethods:
             ValueError: no parameter has a name, or a shape differs; nothing was changed then.
         """
         return _using_weights(self.sharded, dict(self.model.named_parameters()), weights)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "an Engine cannot be pickled or copied (as by torch.save or copy.deepcopy): it holds process groups and "
+            "this rank's part of the weights. Call engine.save(path), which engine.load(path) reads under any plan"
+        )
 
     def summary(self) -> Summary:
         """The types of parameters, gradients and states, and the sizes on this rank."""
