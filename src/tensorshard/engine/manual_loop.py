@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.sharding import to_local
 from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
 from tensorshard.engine.guards.collective_errors import explained
@@ -40,6 +41,7 @@ class ManualLoop:
         trained: the parameters that are trained.
         changes: of the model's modules.
         steps: counts the optimizer steps.
+        watch: compares what the ranks call.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ManualLoop:
         trained: TrainedParameters,
         changes: ModuleChanges,
         steps: StepCounter,
+        watch: CallWatch,
     ) -> None:
         self._sharded = sharded
         self._plan = plan
@@ -67,6 +70,7 @@ class ManualLoop:
         self._trained = trained
         self._changes = changes
         self._steps = steps
+        self._watch = watch
         self._foreign_optimizers: set[str] = set()  # classes of those that user code has built
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
@@ -135,7 +139,7 @@ class ManualLoop:
         total, count = sum_and_count(loss, self._device, "engine.backward was given", "be given")
         check_has_gradient(total)
         try:
-            with explained("engine.backward"):
+            with explained("engine.backward", self._watch):
                 self._backward(total, count)
         except BaseException:
             self.abandon()
@@ -232,7 +236,7 @@ class ManualLoop:
             return result
         self._backwards.check_no_foreign_gradient("engine.optimizer.step()")
         self._check_complete("engine.optimizer.step()")
-        with explained("engine.optimizer.step"), self._forwards.inside_engine_call():
+        with explained("engine.optimizer.step", self._watch), self._forwards.inside_engine_call():
             self._changes.check()
             self._trained.check()
             if self._prepare_gradients():
@@ -301,7 +305,7 @@ class ManualLoop:
         """See :meth:`tensorshard.Engine.gradient_norm`."""
         self._check_no_pipeline("engine.gradient_norm()")
         self._check_complete("engine.gradient_norm()")
-        with explained("engine.gradient_norm"):
+        with explained("engine.gradient_norm", self._watch):
             self._complete_gradients()
             norm = self._gradients.measure()
         if not bool(norm.isfinite()):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import as_path
@@ -83,6 +84,7 @@ class StateMethods:
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
     _update: Update
+    _watch: CallWatch
 
     @property
     def model(self) -> nn.Module:
@@ -126,7 +128,7 @@ class StateMethods:
 
         Every rank calls it.
         """
-        with explained("engine.full_state_dict"):
+        with explained("engine.full_state_dict", self._watch):
             meet("engine.full_state_dict", self.mesh.world_group, self.device)
             self._finish_update()
             return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
@@ -139,7 +141,7 @@ class StateMethods:
         Raises:
             FileExistsError: `path` is there already; nothing is overwritten.
         """
-        with explained("engine.save"):
+        with explained("engine.save", self._watch):
             self._finish_update()
             self._checkpoints().save(as_path(path), {} if extra is None else extra)
 
@@ -150,7 +152,7 @@ class StateMethods:
             FileNotFoundError: `path` is not a checkpoint.
             ValueError: its tensors are not those of this model or optimizer; names the first that differ.
         """
-        with explained("engine.load"):
+        with explained("engine.load", self._watch):
             self._finish_update()
             return self._checkpoints().load(as_path(path))
 
@@ -187,7 +189,7 @@ class StateMethods:
             FileExistsError: `path` is there already, and is not an empty directory; nothing is overwritten.
             ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
         """
-        with explained("engine.save_pretrained"):
+        with explained("engine.save_pretrained", self._watch):
             self._finish_update()
             _write_pretrained(self.sharded, self.mesh, as_path(path), dtype=dtype, max_shard_size=max_shard_size)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
+    _get_default_store,
     _register_process_group,
     _resolve_process_group,
     _set_pg_timeout,
@@ -47,6 +48,18 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """
     backend = group._get_backend(device)
     return timedelta(0) if backend.name() == "fake" else backend.options._timeout  # nobody waits in a fake world
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the world that this process is in.
+
+    Why: ranks write there what they do, where another one of them can read it while it waits in a collective.
+
+    Checked: torch 2.13.
+
+    Public way: none; a store that one makes needs an address of its own.
+    """
+    return _get_default_store()
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
