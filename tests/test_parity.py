@@ -55,6 +55,13 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast_cases(
+    "gpt-1-zero3",
+    "gpt-2x1-zero3-replicas",
+    "gpt-2-zero2-micro2-clip-offload",
+    "gpt-2-zero3-micro2-clip-tiled",
+    "hf_bert-2-zero0",
+)
 @pytest.mark.parametrize("case", FP32)
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = FP32[case]
@@ -85,6 +92,7 @@ def bf16_alone(ranks):
     return run
 
 
+@pytest.mark.fast_cases("gpt-2-zero0")
 @pytest.mark.parametrize("case", BF16)
 def test_bf16_is_as_near_to_fp32_as_one_process_is(ranks, bf16_alone, case):
     """Which way a sum of 8-bit numbers rounds differs with the order of its terms, and training amplifies it. So how
@@ -165,6 +173,7 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.fast_cases("(2, {'tp': 2})")
 @pytest.mark.parametrize("layout", [*LAYOUTS, (2, dict(tp=2)), (2, dict(pp=2, micro_batches=2))], ids=str)
 def test_weights_of_a_callable_are_those_of_its_seeded_constructor(ranks, layout):
     world_size, fields = layout
@@ -173,6 +182,7 @@ def test_weights_of_a_callable_are_those_of_its_seeded_constructor(ranks, layout
         _assert_equal(found, CONSTRUCTORS[name]().state_dict())
 
 
+@pytest.mark.slow
 def test_weights_of_a_meta_module_do_not_depend_on_the_plan(ranks):
     first, *others = (ranks(world_size, _initial_of_meta, fields)[0] for world_size, fields in LAYOUTS)
     for other in others:
@@ -186,6 +196,7 @@ def test_of_modules_that_differ_rank_0s_counts(ranks, level):
     _assert_equal(ranks(2, _initial_of_own, dict(zero=level))[0], GPT(61, 16, 2, 2, 30).state_dict())
 
 
+@pytest.mark.slow
 def test_a_callable_trains_as_the_module_that_it_builds(ranks):
     found = ranks(2, _train_callable, "gpt", dict(zero=3))[0]
     parity.assert_same(found, ranks(1, _train_callable, "gpt", dict())[0], 1e-5)

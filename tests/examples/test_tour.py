@@ -8,6 +8,7 @@ import pytest
 from pages import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(util.find_spec("nbclient") is None, reason='needs ".[docs]"; .ci/run runs it always')
 def test_the_tour_shows_what_comes_out() -> None:
     from tour import TOUR, differences

@@ -111,7 +111,8 @@ def _losses(directory: Path) -> dict[int, float]:
 
 def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", output=output)
+    best = "train.save_best=lowest val_error"
+    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", best, output=output)
     assert "measured, rank" in (output / "profile" / "memory.html").read_text()
     lines = read_metrics(output / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
@@ -126,12 +127,13 @@ def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, c
     (session,) = read_sessions(output / "sessions.jsonl")
     assert (session.first_step, session.steps, session.world_size, session.device) == (1, 10, 2, "cpu")
     assert session.plan["dp_shard"] == 2 and len(session.held_before_bytes) == 2 and session.estimated_bytes is None
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-10", "step-8"]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["best", "step-10", "step-8"]
     for name in ("config.yaml", "asked.yaml", "rank0.log", "rank1.log"):
         assert (output / name).stat().st_size > 0
     assert "saved checkpoint" in (output / "rank1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
     ranks: RankPool, config: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_dropout_continues_where_it_was(ranks: RankPool, config: Path, tmp_path:
     assert resumed == pytest.approx({step: undisturbed[step] for step in range(5, 11)}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_one_rank_saves_and_the_resumed_run_is_the_undisturbed_one(
     ranks: RankPool, config: Path, tmp_path: Path
 ) -> None:
@@ -278,7 +281,7 @@ def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -
     if name != "vit":
         overrides.append("model.context_length=16")
     if name == "gpt":
-        tokens = tmp_path / "some.tokens"
+        tokens = tmp_path / "some.npy"
         write_token_file(tokens, [np.arange(500) % 50], vocab_size=50)
         overrides += [
             f"data.train.source={tokens}",
@@ -305,7 +308,7 @@ def _refused(config: Path, folder: Path) -> list[str]:
 
 
 def test_what_a_config_asks_for_and_cannot_be_had(ranks: RankPool, config: Path, tmp_path: Path) -> None:
-    missing = 'LazyCall(TokenDataset)(source="no.tokens", context_length=4)'
+    missing = 'LazyCall(TokenDataset)(source="no.npy", context_length=4)'
     text = CONFIG.replace("LazyCall(Sums)(count=100, seed=0)", missing)
     config.write_text("from tensorshard.data import TokenDataset\n" + text)
     (tmp_path / "file").write_text("")

@@ -79,7 +79,7 @@ class CallWatch:
             return
         store = default_store()
         made = store.add(f"tensorshard/watches/{self._rank}", 1)  # the same number on all ranks
-        self._store = dist.PrefixStore(f"tensorshard/calls/{made}", store.clone())
+        self._store = dist.PrefixStore(f"tensorshard/calls/{made}", store.clone())  # type: ignore[attr-defined]  # as threads need it; torch's types lack it
         self._write()
         stop = threading.Event()
         thread = threading.Thread(target=_look, args=(weakref.ref(self), stop, pause), daemon=True, name="call watch")

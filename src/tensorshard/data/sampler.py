@@ -39,7 +39,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         empty_shares: whether such a rest is a batch of its own. The last ranks then get an empty list for it,
             of which torch's ``DataLoader`` makes no batch; :meth:`tensorshard.Engine.loader` does.
         samples_consumed: samples of the stream, counted over all ranks and epochs, to skip.
-        order: gives the order of an epoch, in place of that of `seed`; see :class:`TorchOrder`.
+        order: gives the order of an epoch, in place of that of `seed`, such as ``TorchOrder``.
 
     Raises:
         ValueError: sizes that do not fit together; the message names ones that do.

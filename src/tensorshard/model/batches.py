@@ -42,7 +42,8 @@ def split_batch(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
         fitting = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
             f"a batch of {size} samples on this rank does not split into micro_batches={parts} equal parts; "
-            f"with {size} samples micro_batches can be {', '.join(map(str, fitting))}"
+            f"with {size} samples micro_batches can be {', '.join(map(str, fitting))}. An epoch's last "
+            f"batch: take engine.loader(dataset, batch_size), which deals it exactly, or DataLoader(drop_last=True)"
         )
     return list(zip(_split(inputs, size, parts), _split(targets, size, parts), strict=True))
 

@@ -22,6 +22,7 @@ from tensorshard.comm.world import (
     world_size,
 )
 from tensorshard.data_parallel.shard_units import shard_units
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
@@ -50,7 +51,6 @@ from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 

@@ -56,7 +56,8 @@ def parallelize(
             ``named_parameters``, it gets ``(name, parameter)`` pairs. Adam and AdamW use their fused form, unless you
             pass ``fused`` or ``foreach``. A head built with ``update=`` is in a separate group (``docs/heads.md``).
         loss_fn: ``loss_fn(output, targets)`` returns the mean over samples as a scalar, or ``(sum, count)`` where the
-            number of samples or tokens varies. Floating-point outputs reach it as fp32.
+            number of samples or tokens varies. Floating-point outputs reach it as fp32. :func:`tensorshard.model_loss`
+            takes the loss that the model has computed.
         seed: of the initial weights and of dropout. Initial weights do not depend on the plan: of a callable they are
             those of ``torch.manual_seed(seed); model()``.
         device: where this rank computes; by default the CUDA device of its local rank if there is one, else the CPU.

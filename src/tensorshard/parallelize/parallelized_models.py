@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from tensorshard.model.watched_parameters import METADATA, Watch, watch
-from tensorshard.torch_private.ddp import refuse_wrappers
 from tensorshard.torch_private.modules import MODULE_CALLS
+from tensorshard.torch_private.process_groups import refuse_wrappers
 from tensorshard.weights.files.export import own_class
 from tensorshard.weights.initial import HeldTensors, TensorSource
 
@@ -49,7 +49,8 @@ def _refuse_pickle(protocol: Any) -> Any:
     caller = sys._getframe(1)
     if caller.f_globals.get("__name__") == "copy":
         copied = caller.f_locals["x"]
-        return type(copied).__reduce_ex__(copied, protocol)
+        kind: Any = type(copied)
+        return kind.__reduce_ex__(copied, protocol)
     raise TypeError(
         "the laid-out model was given to pickle (as by torch.save(model)): it holds process groups and this rank's "
         "part of the weights, and no other process could read it. Call engine.save(path) for a checkpoint, "

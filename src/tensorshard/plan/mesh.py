@@ -1,5 +1,6 @@
 """The Mesh: where each part of a plan runs. The one place where process groups are made."""
 
+import math
 from datetime import timedelta
 from functools import cached_property
 
@@ -7,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorshard.plan.mesh_coordinates import coordinates, group_ranks
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
@@ -164,3 +164,18 @@ def _ranges(ranks: list[int]) -> str:
         return " ".join(map(str, ranks))
     step = ranks[1] - ranks[0]
     return f"{ranks[0]} {ranks[1]} ... {ranks[-1]} (every {step})" if step > 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
+    """`rank`'s index along every axis."""
+    found: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, degrees[axis])
+    return {axis: found[axis] for axis in AXES}
+
+
+def group_ranks(rank: int, axis: str, degrees: dict[str, int]) -> list[int]:
+    """The ranks that differ from `rank` only along `axis`, itself included."""
+    stride = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
+    first = rank - coordinates(rank, degrees)[axis] * stride
+    return [first + i * stride for i in range(degrees[axis])]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from tensorshard.plan.mesh_coordinates import coordinates
+from tensorshard.plan.mesh import coordinates
 from tensorshard.plan.plan import AXES, Plan
 
 _LIGHT = {

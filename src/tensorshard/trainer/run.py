@@ -196,7 +196,7 @@ def _prepare(
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,
         options,
-        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
+        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints, settings.save_best),
     ]
     trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
     if state:

@@ -46,7 +46,7 @@ def _calls(fields: dict[str, Any], odd: int) -> list[str]:
     [
         (2, dict(tp=2), "tp"),
         (2, dict(pp=2, micro_batches=2), "pp"),
-        (4, dict(tp=2, pp=2, micro_batches=2), "pp and tp"),
+        pytest.param(4, dict(tp=2, pp=2, micro_batches=2), "pp and tp", marks=pytest.mark.slow),
     ],
     ids=str,
 )

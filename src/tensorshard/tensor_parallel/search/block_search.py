@@ -16,8 +16,8 @@ from tensorshard.tensor_parallel.table.layer_styles import ColwiseGather, Style
 from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Divide
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.block_checks import InnerCheck, KnownModules, inner_check
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
-from tensorshard.tensor_parallel.verify.inner_checks import InnerCheck, KnownModules, inner_check
 
 
 @dataclass

@@ -24,7 +24,6 @@ from tensorshard.model.fake_copies import (
     random_values,
 )
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.no_dropout import train_without_dropout
 from tensorshard.model.provenance import OperationCounter
 from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_restored, host_random_states
@@ -37,9 +36,8 @@ from tensorshard.tensor_parallel.table.layer_styles import LayerStyle, Style
 from tensorshard.tensor_parallel.table.layouts import Layout, SequenceSplit, local_shard, shard_view
 from tensorshard.tensor_parallel.table.styles import Channels
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining
-from tensorshard.tensor_parallel.verify.block_run import Expected, random_input, run_full, run_split
-from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining, train_without_dropout
+from tensorshard.tensor_parallel.verify.block_run import Expected, TrainingCheck, random_input, run_full, run_split
 from tensorshard.tensor_parallel.verify.comparison import (
     Agreement,
     BlockRun,
@@ -48,9 +46,8 @@ from tensorshard.tensor_parallel.verify.comparison import (
     compare_outputs,
     not_running,
 )
-from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
-from tensorshard.tensor_parallel.verify.training_check import TrainingCheck
+from tensorshard.tensor_parallel.verify.layer_checks import computes_as_linear, computes_by_channel
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 from tensorshard.torch_private.tensors import tensor_version
 
 # Gradients are compared for parameters of up to this many elements. Those of large matrices follow from activations'.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.weights.files.stored_weights import WeightFile
+from tensorshard.weights.files.checkpoint_files import WeightFile
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
