@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset
 
+import pretrained_models
 from rank_pool import RankError, RankPool
 from tensorshard import Plan, cli, parallelize
 from tensorshard.commands import train
@@ -24,6 +25,7 @@ from tensorshard.config import ConfigError, load_config
 from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
+from tensorshard.trainer.initial_model import check_files
 from tensorshard.trainer.loaders import evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
@@ -273,6 +275,25 @@ SMALL = (
     "model.num_heads=2",
     "model.width=8",
 )
+
+
+@pytest.mark.parametrize(("name", "kind"), [("hf", "llama"), ("classifier", "bert")])
+def test_a_directory_of_transformers_is_trained(ranks: RankPool, tmp_path: Path, name: str, kind: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    directory = tmp_path / "in"
+    getattr(pretrained_models, kind)().save_pretrained(directory)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "def": 1, "self": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    size = "text.context_length=16" if name == "hf" else "text.length=16"
+    overrides = [word for word in SMALL if not word.startswith("model.")]
+    ranks(1, _run, name, *overrides, f"model.pretrained={directory}", size, output=tmp_path / "run")
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 2 and last["val_loss"] > 0 and ("val_accuracy" in last) == (name == "classifier")
+    with pytest.raises(ConfigError, match=r"model\.pretrained=DIR, a directory as Hugging Face writes it"):
+        load_config(name)
+    with pytest.raises(ConfigError, match=r"model\.pretrained=nowhere: there is no file or directory nowhere"):
+        check_files(load_config(name, ["model.pretrained=nowhere"]).model)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt", "quickstart", "vit"])

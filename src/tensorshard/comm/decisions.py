@@ -96,11 +96,11 @@ def succeed_together(action: Callable[[], _Result], group: dist.ProcessGroup, ca
         result = action()
     except Exception as error:
         failure = error
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, None if failure is None else f"{type(failure).__name__}: {failure}", group=group)
+    messages: list[Any] = [None] * group.size()
+    dist.all_gather_object(messages, None if failure is None else f"{type(failure).__name__}: {failure}", group=group)
     if failure is not None:
         raise failure
-    for rank, message in enumerate(found):
+    for rank, message in enumerate(messages):
         if message is not None:
             ranks = dist.get_process_group_ranks(group)
             raise RuntimeError(f"{call} failed on rank {ranks[rank]}, so it was not done on any: {message}")

@@ -22,8 +22,8 @@ def batch_size(inputs: Any) -> int:
     sizes = {t.size(0) for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0}
     if len(sizes) != 1:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)}))
-        found = f"first dimensions {sorted(sizes)}" if sizes else f"no tensors{f' (they are {kinds})' if kinds else ''}"
-        raise ValueError(f"inputs have {found}; every tensor must have the samples as its first dimension")
+        given = f"first dimensions {sorted(sizes)}" if sizes else f"no tensors{f' (they are {kinds})' if kinds else ''}"
+        raise ValueError(f"inputs have {given}; every tensor must have the samples as its first dimension")
     return sizes.pop()
 
 

@@ -1,9 +1,10 @@
-"""Statistics of tensors that code takes, and the dimensions that it takes them over."""
+"""Statistics and softmaxes that code takes, and the dimensions that it takes them over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tensorshard.model.provenance import run_operation
@@ -11,8 +12,8 @@ from tensorshard.model.provenance import run_operation
 
 def _functions(place: int, *names: str) -> dict[Callable[..., Any], int]:
     """torch's functions and methods of these names, each with the place of the dimensions among its arguments."""
-    found = (getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor, torch.linalg))
-    return {function: place for function in found if function is not None}
+    functions = (getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor, torch.linalg))
+    return {function: place for function in functions if function is not None}
 
 
 STATISTICS = {
@@ -21,9 +22,20 @@ STATISTICS = {
 }
 """What makes a few values of many, each of which depends on all of them."""
 
+SOFTMAXES = _functions(1, "softmax", "log_softmax") | dict.fromkeys((F.softmax, F.log_softmax), 1)
+"""What weighs elements along a dimension by comparing them."""
+
 
 class NotedStatistics(TorchFunctionMode):
-    """Calls :meth:`note` for each of :data:`STATISTICS` that the code inside of this context takes."""
+    """Calls :meth:`note` for each of some functions that the code inside of this context calls.
+
+    Args:
+        functions: such as :data:`STATISTICS`, each with the place of its dimensions among the arguments.
+    """
+
+    def __init__(self, functions: Mapping[Callable[..., Any], int] = STATISTICS) -> None:
+        super().__init__()
+        self._functions = functions
 
     def note(self, function: Callable[..., Any], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> None:
         """Called before `function` reduces `tensor` over `dims`, each from 0 on; None: over all dimensions."""
@@ -31,7 +43,7 @@ class NotedStatistics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        place = STATISTICS.get(func)
+        place = self._functions.get(func)
         if place is not None and args and isinstance(args[0], torch.Tensor):
             dims = _dims(args[0], place, args, kwargs)
             if dims is None or dims:

@@ -173,7 +173,9 @@ def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
 def _images_of_patches(model: nn.Module, features: int) -> list[torch.Tensor]:
     """Square images of which a patch has `features` numbers. A table of positions gives the number of patches."""
     images: dict[tuple[int, int, int], None] = {}
-    sides = [*dict.fromkeys(_sides_of_tables(model)), *_SIDES]
+    given = dict.fromkeys(_sides_of_tables(model))
+    # Of a few patches, windows of one are made, on which attention does nothing.
+    sides = [*(side for side in given if side >= min(_SIDES)), *_SIDES, *(side for side in given if side < min(_SIDES))]
     for channels in _CHANNELS:
         patch = isqrt(features // channels)
         if patch < 2 or channels * patch * patch != features:

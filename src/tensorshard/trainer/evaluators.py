@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+
 from tensorshard.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -49,9 +51,26 @@ class MetricEvaluator:
 
     def __init__(self, loader: Iterable[Any], metrics: Mapping[str, "Metric"], max_batches: int | None = None) -> None:
         self.loader = loader
-        self.metrics = dict(metrics)
+        self.metrics = {name: _OfLogits(metric) for name, metric in metrics.items()}
         self.max_batches = max_batches
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         found = engine.evaluate(islice(self.loader, self.max_batches), metrics=self.metrics)
         return {name: float(value) for name, value in found.items()}
+
+
+class _OfLogits(nn.Module):
+    """A metric of the logits, if the model's output is an object that has them, as those of transformers are."""
+
+    def __init__(self, metric: "Metric") -> None:
+        super().__init__()
+        self.metric = metric
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.metric.update(getattr(outputs, "logits", outputs), targets)
+
+    def compute(self) -> Any:
+        return self.metric.compute()
+
+    def reset(self) -> None:
+        self.metric.reset()

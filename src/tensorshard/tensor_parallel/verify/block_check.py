@@ -231,13 +231,13 @@ class BlockCheck:
         """
         args, kwargs = other.make_inputs()
         try:
-            found = tensor_leaves(self.make_copy()(*args, **kwargs))
+            outputs = tensor_leaves(self.make_copy()(*args, **kwargs))
         except Exception as error:  # any error of the model on another block's inputs
             if not raised_by_model(error):
                 raise
             return False
         expected = other.expected.outputs
-        return len(found) == len(expected) and all(map(torch.equal, found, expected))
+        return len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
 
     def check(
         self,
@@ -260,6 +260,11 @@ class BlockCheck:
         """
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         split, counter = _Split(styles, list(shared_inputs), sequence or {}), OperationCounter()
+        if self._expected.statistics.attends_to_one:
+            raise MismatchError(
+                "its attention has a single key on these inputs, which gets all weight whatever is split, so that "
+                "nothing can be compared; give larger sample_inputs"
+            )
         try:
             layouts, runs = self._split_runs_of_views(split, sliced, counter)
             agreement = compare_outputs(runs, self.expected)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from tensorshard.model.fake_copies import mixed_mask
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.reachable_state import draws_on_host
-from tensorshard.model.reductions import NotedStatistics
+from tensorshard.model.reductions import SOFTMAXES, STATISTICS, NotedStatistics
 from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.table.layouts import Layout, local_shard
@@ -38,15 +39,28 @@ _LARGEST = 1 << 18
 
 
 class Statistics(NotedStatistics):
-    """Notes of which shapes a forward takes statistics, and over which dimensions."""
+    """Notes of which shapes a forward takes statistics, and over which dimensions.
+
+    Attributes:
+        attends_to_one: whether its attention has a single key, which gets all weight whatever the queries are.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({**STATISTICS, **SOFTMAXES})
+        self.attends_to_one = False
         self._noted: dict[tuple[Any, torch.Size, tuple[int, ...]], None] = {}
 
     def note(self, function: Callable[..., Any], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> None:
-        if tensor.is_floating_point() and torch.is_grad_enabled():
+        if function in SOFTMAXES:
+            self.attends_to_one |= tensor.dim() > 3 and dims is not None and tensor.shape[dims[0]] == 1
+        elif tensor.is_floating_point() and torch.is_grad_enabled():
             self._noted[function, tensor.shape, tuple(range(tensor.dim())) if dims is None else dims] = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            key = args[1] if len(args) > 1 else (kwargs or {}).get("key")
+            self.attends_to_one |= isinstance(key, torch.Tensor) and key.shape[-2] == 1
+        return super().__torch_function__(func, types, args, kwargs)
 
     def compare(self, full: "Statistics") -> None:
         """Compares those of a rank with those of the full block.

@@ -23,7 +23,7 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.pytree import tree_flatten
 
 # A shrunken model keeps this many of the blocks that are alike, so that one passes its output to the next.
-_KEPT_ALIKE = 2
+_MOST_OF_A_KIND = 2
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
@@ -38,7 +38,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     classes = {type(block) for block in blocks.values()} - {nn.Sequential}
     units: dict[str, nn.Module] = {}
     for name, block in blocks.items():
-        outermost = _within_alike(model, name, classes)
+        outermost = _outermost_of_classes(model, name, classes)
         if outermost is not None:
             units[outermost] = model.get_submodule(outermost)
         elif _num_splittable(block) > 1:
@@ -46,7 +46,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     return {**units, **_beside(model, "", units)} if units else {"": model}
 
 
-def _within_alike(model: nn.Module, name: str, classes: set[type[nn.Module]]) -> str | None:
+def _outermost_of_classes(model: nn.Module, name: str, classes: set[type[nn.Module]]) -> str | None:
     """The outermost module around the block `name` that has convolutions and is of one of `classes`; None for none."""
     parts = name.split(".")
     for length in range(1, len(parts)):
@@ -217,7 +217,7 @@ def without_repetition(model: nn.Module, kinds: Mapping[str, int]) -> nn.Module:
             continue
         owner, _, key = name.rpartition(".")
         num_seen[owner, kind] += 1
-        if num_seen[owner, kind] > _KEPT_ALIKE:
+        if num_seen[owner, kind] > _MOST_OF_A_KIND:
             nn.Module.__delattr__(smaller.get_submodule(owner), key)
     return smaller
 

@@ -247,7 +247,7 @@ def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: L
         output = outputs[position]
         if operation.makes_room:
             output.zero_()  # so that every process and every replay sees the same
-        storages[ref.storage] = _laid_out(output, ref, storages).untyped_storage()
+        storages[ref.storage] = _with_strides(output, ref, storages).untyped_storage()
 
 
 def _call(operation: Operation, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Any]:
@@ -269,7 +269,7 @@ def _rebuild(ref: TensorRef, storages: dict[int, torch.UntypedStorage], log: Log
     return torch.empty(0, dtype=ref.dtype, device="cpu").set_(storage, ref.offset, ref.size, ref.stride)
 
 
-def _laid_out(output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def _with_strides(output: torch.Tensor, ref: TensorRef, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """`output` as it was recorded: with the strides that later operations rely on, and in its own memory.
 
     Fake tensors nearly always get both right. One exception is `native_dropout` in evaluation, which returns its input.
