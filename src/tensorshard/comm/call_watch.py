@@ -8,7 +8,6 @@ that has waited in a collective for three seconds reads what the others have wri
 
 import json
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.world import world
-from tensorshard.torch_private.process_groups import backend_name, default_store
+from tensorshard.torch_private.process_groups import backend_name, default_store, place_of_wait
 
 logger = logging.getLogger("tensorshard")
 
@@ -127,7 +126,7 @@ class CallWatch:
             self._write()
         if self._call is None or self._looks < _UNCHANGED or self.verdict is not None:
             return
-        place = _collective_under_way(self._thread)
+        place = place_of_wait(self._thread)
         self._waits = self._waits + 1 if place is not None and place == self._waits_at else 0
         self._waits_at = place
         if self._waits < _WAITS or self._waits % (1 + self._size // _MANY_RANKS):
@@ -215,16 +214,6 @@ def _end(stop: threading.Event, thread: threading.Thread, store: Any, rank: int)
     with suppress(RuntimeError):
         state = json.loads(store.get(str(rank)))
         store.set(str(rank), json.dumps({**state, "ended": True}))
-
-
-def _collective_under_way(thread: int) -> Any:
-    """Where a thread waits for other ranks; None if it computes."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return None
-    module = frame.f_globals.get("__name__", "")
-    waits = module.startswith(("torch.distributed.", "tensorshard.comm.")) or module == "torch._ops"
-    return (id(frame), frame.f_lasti) if waits else None
 
 
 def _listed(ranks: Sequence[int]) -> str:
