@@ -60,11 +60,11 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if _under_torchrun() and STORE_FILE in os.environ:
+    if under_torchrun() and STORE_FILE in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ[STORE_FILE], size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    elif _under_torchrun():
+    elif under_torchrun():
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -74,7 +74,7 @@ def world_size() -> int:
     """Number of processes of the world that :func:`join_world` joins, or has joined."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
 
 
 def ranks_here() -> int:
@@ -82,7 +82,8 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
-def _under_torchrun() -> bool:
+def under_torchrun() -> bool:
+    """Whether a launcher has told this process its rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

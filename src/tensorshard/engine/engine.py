@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import FinalGradients, GradientNorm, LossScaler, NonFiniteLossError
@@ -134,6 +135,7 @@ class Engine(LoopMethods, StateMethods):
                 RootRole.TRANSFERS,
                 after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
+        self._watch = CallWatch(mesh.groups(), device, internal=StepAgain)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
         self._optimizer = build_optimizer(optimizer, trained, own_rules)
@@ -172,6 +174,7 @@ class Engine(LoopMethods, StateMethods):
             self._trained,
             self._changes,
             self._steps,
+            self._watch,
             self._means,
         )
         guard_state_dicts(sharded, plan)
@@ -203,8 +206,8 @@ class Engine(LoopMethods, StateMethods):
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite, on any rank.
 
         If every rank raises before the update, then weights, optimizer, buffers (running statistics too) and random
-        streams are as before, and training can go on. If only one rank raises, the others raise after the timeout of
-        their groups, and the process group cannot be used any more.
+        streams are as before, and training can go on. If only one rank raises, the others raise within seconds and
+        name it (on NCCL, after the timeout of their groups), and the process group cannot be used any more.
         """
         before = self._buffers_before()
         self._manual_loop.forget()
@@ -420,7 +423,7 @@ class Engine(LoopMethods, StateMethods):
         """The context of each call of the Engine that runs the model."""
         compiling = nullcontext() if self._compile_log is None else self._compile_log.watched()
         with (
-            explained(f"engine.{name}"),
+            explained(f"engine.{name}", self._watch, counted=name in ("step", "evaluate")),
             explained_compilation(),
             self.random.installed(),
             self._forwards.inside_engine_call(),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
@@ -41,6 +42,7 @@ class ManualLoop:
         trained: the parameters that are trained.
         changes: of the model's modules.
         steps: counts the optimizer steps.
+        watch: compares what the ranks call.
         means: looks at the mean losses of the first step.
     """
 
@@ -57,6 +59,7 @@ class ManualLoop:
         trained: TrainedParameters,
         changes: ModuleChanges,
         steps: StepCounter,
+        watch: CallWatch,
         means: UnevenMeans,
     ) -> None:
         self._sharded = sharded
@@ -70,6 +73,7 @@ class ManualLoop:
         self._trained = trained
         self._changes = changes
         self._steps = steps
+        self._watch = watch
         self._means = means
         self._foreign_optimizers: set[str] = set()  # classes of those that user code has built
         self._accumulating = False
@@ -140,7 +144,7 @@ class ManualLoop:
         total, count = sum_and_count(loss, self._device, "engine.backward was given", "be given")
         check_has_gradient(total)
         try:
-            with explained("engine.backward"):
+            with explained("engine.backward", self._watch):
                 return self._backward(total, count)
         except BaseException:
             self.abandon()
@@ -241,7 +245,7 @@ class ManualLoop:
             return result
         self._backwards.check_no_foreign_gradient("engine.optimizer.step()")
         self._check_complete("engine.optimizer.step()")
-        with explained("engine.optimizer.step"), self._forwards.inside_engine_call():
+        with explained("engine.optimizer.step", self._watch), self._forwards.inside_engine_call():
             self._means.compare()
             self._changes.check()
             self._trained.check()
@@ -311,7 +315,7 @@ class ManualLoop:
         """See :meth:`tensorshard.Engine.gradient_norm`."""
         self._check_no_pipeline("engine.gradient_norm()")
         self._check_complete("engine.gradient_norm()")
-        with explained("engine.gradient_norm"):
+        with explained("engine.gradient_norm", self._watch):
             self._complete_gradients()
             norm = self._gradients.measure()
         if not bool(norm.isfinite()):

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import as_path
@@ -83,6 +84,7 @@ class StateMethods:
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
     _update: Update
+    _watch: CallWatch
 
     @property
     def model(self) -> nn.Module:
@@ -126,7 +128,7 @@ class StateMethods:
 
         Every rank calls it.
         """
-        with explained("engine.full_state_dict"):
+        with explained("engine.full_state_dict", self._watch):
             meet("engine.full_state_dict", self.mesh.world_group, self.device)
             self._finish_update()
             return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
@@ -145,7 +147,7 @@ class StateMethods:
             FileExistsError: `path` is there already, and without `overwrite`, or it is not a checkpoint. Nothing was
                 written.
         """
-        with explained("engine.save"):
+        with explained("engine.save", self._watch):
             self._finish_update()
             self._checkpoints().save(as_path(path), {} if extra is None else extra, overwrite=overwrite)
 
@@ -156,7 +158,7 @@ class StateMethods:
             FileNotFoundError: `path` is not a checkpoint.
             ValueError: its tensors are not those of this model or optimizer; names the first that differ.
         """
-        with explained("engine.load"):
+        with explained("engine.load", self._watch):
             self._finish_update()
             return self._checkpoints().load(as_path(path))
 
@@ -201,7 +203,7 @@ class StateMethods:
                 weights. Nothing was written.
             ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
         """
-        with explained("engine.save_pretrained"):
+        with explained("engine.save_pretrained", self._watch):
             self._finish_update()
             options = {"dtype": dtype, "max_shard_size": max_shard_size, "overwrite": overwrite}
             _write_pretrained(self.sharded, self.mesh, as_path(path), **options)
@@ -219,6 +221,12 @@ class StateMethods:
             ValueError: no parameter has a name, or a shape differs; nothing was changed then.
         """
         return _using_weights(self.sharded, dict(self.model.named_parameters()), weights)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "an Engine cannot be pickled or copied (as by torch.save or copy.deepcopy): it holds process groups and "
+            "this rank's part of the weights. Call engine.save(path), which engine.load(path) reads under any plan"
+        )
 
     def summary(self) -> Summary:
         """The types of parameters, gradients and states, and the sizes on this rank."""

@@ -41,6 +41,7 @@ from tensorshard.parallelize.parallelized_models import (
     check_not_parallelized,
     mark_parallelized,
     refuse_old_parameters,
+    refuse_other_uses,
 )
 from tensorshard.parallelize.part import Part, PassContext
 from tensorshard.parallelize.passes import apply_passes
@@ -239,6 +240,7 @@ def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Par
     sharded.protect()
     share_host_random_state(engine.mesh)
     mark_parallelized([source.module, sharded.model], "tensorshard.parallelize")
+    refuse_other_uses(sharded.model)
     mark_replaced(users_parameters)
     refuse_old_parameters(source)
 

@@ -1,19 +1,25 @@
 """parallelize(): a model and a Plan in, or "auto" for the best one; an Engine out."""
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, under_torchrun
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.checks import as_device, check_arguments
 from tensorshard.plan.plan import Plan
 from tensorshard.weights.files.pretrained_model import PretrainedModel
+
+logger = logging.getLogger("tensorshard")
 
 AUTO = "auto"
 """What to pass in place of a Plan for the best plan for this world."""
@@ -90,7 +96,7 @@ def parallelize(
     elif fixed is not None or sample_targets is not None:
         given = "fixed" if fixed is not None else "sample_targets"
         raise ValueError(f"{given} was given with a Plan; it is for parallelize(model, 'auto', ...)")
-    return build_engine(
+    engine = build_engine(
         model,
         plan,
         optimizer=optimizer,
@@ -100,6 +106,21 @@ def parallelize(
         sample_inputs=sample_inputs,
         timeout=timeout,
         debug=debug,
+    )
+    script = Path(sys.argv[0]).name
+    if engine.mesh.world_size == 1 and plan.zero and not under_torchrun() and script.endswith(".py"):
+        _say_alone(int(plan.zero), script)
+    return engine
+
+
+@cache
+def _say_alone(zero: int, script: str) -> None:
+    """Once a process."""
+    logger.warning(
+        "one process trains the whole model, of which zero=%d shards nothing; with N processes: "
+        "torchrun --nproc-per-node N %s",
+        zero,
+        script,
     )
 
 

@@ -86,6 +86,10 @@ class Mesh:
             raise ValueError(f"the {axis} axis has degree {self.degrees[axis]} and therefore no group")
         return self.device_mesh.get_group(axis)
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups of this rank: the world's first, then those of the axes."""
+        return [self.world_group, *(self.group(axis) for axis in self._axes)]
+
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""
         with unset_fake_temporarily():

@@ -1,18 +1,21 @@
 """Custom process groups, the settings of a group, and what ``DistributedDataParallel`` averages and leaves alone."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
+    _get_default_store,
     _register_process_group,
     _resolve_process_group,
     _set_pg_timeout,
@@ -49,6 +52,35 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """
     backend = group._get_backend(device)
     return timedelta(0) if backend.name() == "fake" else backend.options._timeout  # nobody waits in a fake world
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the world that this process is in.
+
+    Why: ranks write there what they do, where another one of them can read it while it waits in a collective.
+
+    Checked: torch 2.13.
+
+    Public way: none; a store that one makes needs an address of its own.
+    """
+    return _get_default_store()
+
+
+def place_of_wait(thread: int) -> tuple[int, int] | None:
+    """Where a thread of this process waits for other ranks, to compare with a later answer; None if it computes.
+
+    Why: a rank that computes for long is not one that waits for ever.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    module = frame.f_globals.get("__name__", "")
+    waits = module.startswith(("torch.distributed.", "tensorshard.comm.")) or module == "torch._ops"
+    return (id(frame), frame.f_lasti) if waits else None
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -368,3 +400,38 @@ def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
     Public way: none. PyTorch's DDP tutorials name this one.
     """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def refuse_wrappers(modules: Iterable[nn.Module], message: str) -> None:
+    """From now on, ``DistributedDataParallel``, ``fully_shard`` and ``replicate`` of one of `modules` raise `message`.
+
+    Why: on top of a model that a plan was applied to, they fail in ways that do not say why, or reduce gradients twice.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    for module in modules:
+        vars(module)["_ddp_params_and_buffers_to_ignore"] = _Refused(message)
+        for key in (REGISTRY_KEY, STATE_KEY):
+            vars(module)[key] = _RefusedTable(vars(module).get(key, {}))
+            vars(module)[key].message = message
+
+
+class _Refused:
+    """What ``DistributedDataParallel`` makes a set of, as the first thing that it reads of a module."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __iter__(self) -> NoReturn:
+        raise RuntimeError(self._message)
+
+
+class _RefusedTable(OrderedDict[Any, Any]):
+    """Where torch looks up whether a module is wrapped already."""
+
+    message: str
+
+    def __contains__(self, key: object) -> NoReturn:
+        raise RuntimeError(self.message)
