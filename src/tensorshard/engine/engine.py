@@ -17,6 +17,7 @@ from tensorshard.engine.guards.coupled_samples import CoupledSamples
 from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
+from tensorshard.engine.guards.own_collectives import OwnCollectives
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
 from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.last_batch import EqualShares
@@ -122,7 +123,9 @@ class Engine(LoopMethods, StateMethods):
         self._cache = cache
         self._check_samples = debug  # before the first step
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
+        self._own_collectives = OwnCollectives(plan)
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
+            surround_root(sharded.model, RootRole.OWN_COLLECTIVES, self._own_collectives.watched)
             surround_root(sharded.model, RootRole.RANDOM_STREAMS, random.installed)
             surround_root(sharded.model, RootRole.CACHE_OFF, partial(cache.off_in_training, sharded.model))
             if self._compile_log is not None:
@@ -249,7 +252,8 @@ class Engine(LoopMethods, StateMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         self._means.begin()
-        loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        with self._own_collectives.watched() if self.plan.pp > 1 else nullcontext():
+            loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
         self._means.compare()
         self.storage.check_transfers(of_update=True)
         factor: torch.Tensor | float | None = loss.correction
