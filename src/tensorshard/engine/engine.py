@@ -161,7 +161,7 @@ class Engine(LoopMethods, StateMethods):
             after=self._gather_updated,
         )
         self._shares = EqualShares(self.loaders, mesh)
-        self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares)
+        self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares, self._means)
         self._manual_loop = ManualLoop(
             sharded,
             self._optimizer,
@@ -252,6 +252,7 @@ class Engine(LoopMethods, StateMethods):
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         self._means.begin()
+        self._means.note_batch((inputs, targets))
         with self._own_collectives.watched() if self.plan.pp > 1 else nullcontext():
             loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
         self._means.compare()

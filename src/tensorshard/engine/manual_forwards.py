@@ -14,6 +14,7 @@ from torch import nn
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.guards.foreign_backward import ForeignBackwards, watch_output
 from tensorshard.engine.guards.same_batch import SameBatch
+from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.guards.wrong_batch import note_inputs
 from tensorshard.engine.last_batch import EqualShares
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_parts, surround_root
@@ -27,7 +28,7 @@ class ManualForwards:
 
     Args:
         device: of this rank.
-        shares: is told what the model is called with.
+        shares, means: are told what the model is called with.
 
     Attributes:
         is_engine_call: whether the Engine itself runs the model and the optimizer now.
@@ -35,7 +36,13 @@ class ManualForwards:
     """
 
     def __init__(
-        self, sharded: ShardedModel, plan: Plan, mesh: Mesh, device: torch.device, shares: EqualShares
+        self,
+        sharded: ShardedModel,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        shares: EqualShares,
+        means: UnevenMeans,
     ) -> None:
         self.is_engine_call = False
         self.backwards = ForeignBackwards(plan)
@@ -45,6 +52,7 @@ class ManualForwards:
         self._device = device
         self._same_batch = SameBatch(mesh, device)
         self._shares = shares
+        self._means = means
         self._in_forward = False
         if plan.pp > 1:  # its stages cannot be called
             return
@@ -85,6 +93,7 @@ class ManualForwards:
         if self.is_engine_call or not torch.is_grad_enabled():
             return
         self._shares.note_inputs((args, kwargs))
+        self._means.note_batch((args, kwargs))
         if self._mesh.degrees["tp"] > 1:
             self._same_batch.check("model", (args, kwargs), None)
 

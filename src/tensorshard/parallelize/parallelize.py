@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, under_torchrun
+from tensorshard.comm.refusals import report_refusals_once
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, under_torchrun, world_size
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.parallelize.build import build_engine
@@ -41,7 +42,8 @@ def parallelize(
 ) -> Engine:
     """Lays `model` out over the processes as `plan` says, and returns the :class:`Engine` that trains it.
 
-    Under torchrun it joins torchrun's processes. Under plain ``python`` there is one process.
+    Under torchrun it joins torchrun's processes. Under plain ``python`` there is one process. If torchrun's processes
+    end with an error of this package, rank 0 writes it, without the traceback; ``TENSORSHARD_TRACEBACK=1`` shows all.
 
     Args:
         model: an ``nn.Module``, one on the meta device, or a callable that returns one. A callable is best: its
@@ -87,6 +89,8 @@ def parallelize(
         >>> engine.step(torch.randn(8, 16), torch.randn(8, 4)).shape
         torch.Size([])
     """
+    if under_torchrun() and world_size() > 1:
+        report_refusals_once()
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)
         join_world(device, timeout=as_timedelta(timeout))
