@@ -390,3 +390,11 @@ def check_table(value: Any) -> None:
             f"tp_plan is {value!r}; it must be None or a dict of module names to styles, such as "
             f"{{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}"
         )
+
+
+def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
+    """`rank`'s index along every axis."""
+    indices: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, indices[axis] = divmod(rank, degrees[axis])
+    return {axis: indices[axis] for axis in AXES}
