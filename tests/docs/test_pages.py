@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pretrained_models
@@ -286,7 +287,7 @@ def _run_commands(page: str, folder: Path) -> dict[str, str]:
         ]
         assert _command(["tensorshard", "train", *tiny.split(), "--output", "runs/quickstart-1"]) == "done"
         Path("path/to/weights").mkdir(parents=True)
-        Path("path/to/weights/model.safetensors").touch()  # workers would read it
+        save_file({"bias": torch.zeros(1)}, "path/to/weights/model.safetensors")  # workers would read it
         Path("runs/my_run-1").mkdir(parents=True)
         Path("runs/my_run-1/checkpoints").mkdir()
         Path("runs/wide-1").mkdir()
