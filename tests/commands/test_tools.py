@@ -68,7 +68,7 @@ def test_texts_are_read_once_and_all_files_are_written_or_none(
 
     monkeypatch.setattr(Path, "read_text", read_text)
     for text, said in {
-        "short.txt": "validation.tokens would be empty: the texts are too short for --validation 0.05",
+        "short.txt": "validation.npy would be empty: the texts are too short for --validation 0.05",
         "latin.txt": "latin.txt is not UTF-8 text",
     }.items():
         assert cli.main(["data", "tokenize", str(tmp_path / text), "--output", str(tmp_path / "out")]) == 2

@@ -285,8 +285,9 @@ def _run_commands(page: str, folder: Path) -> dict[str, str]:
             if _words(line)
         ]
         assert _command(["tensorshard", "train", *tiny.split(), "--output", "runs/quickstart-1"]) == "done"
-        for place in ("runs/my_run-1/checkpoints", "path/to/weights"):
-            Path(place).parent.mkdir(parents=True, exist_ok=True)
+        Path("path/to/weights").mkdir(parents=True)
+        Path("path/to/weights/model.safetensors").touch()  # workers would read it
+        Path("runs/my_run-1").mkdir(parents=True)
         Path("runs/my_run-1/checkpoints").mkdir()
         Path("runs/wide-1").mkdir()
         Path("runs/wide-1/config.yaml").write_text("train: {steps: 1000}\n")

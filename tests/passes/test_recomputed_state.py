@@ -479,8 +479,14 @@ def test_compiled(kind, mode):
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_and_refused():
-    with pytest.raises(RuntimeError, match="block FromAFile computes other values"):
-        _compiled(FromAFile, "full")
+    """Whether the recomputed forward reads the file again depends on where the compiler cuts the code, which depends on
+    what it compiled before."""
+    try:
+        found = _compiled(FromAFile, "full")
+    except RuntimeError as error:
+        assert "block FromAFile computes other values" in str(error)
+    else:
+        torch.testing.assert_close(found, _compiled(FromAFile, "none"), rtol=1e-4, atol=1e-5)
 
 
 class FromAFileLater(FromAFile):

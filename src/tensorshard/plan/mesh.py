@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.plan import AXES, Plan, coordinates
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.process_groups import merged_group, set_group_timeout
@@ -164,14 +164,6 @@ def _ranges(ranks: list[int]) -> str:
         return " ".join(map(str, ranks))
     step = ranks[1] - ranks[0]
     return f"{ranks[0]} {ranks[1]} ... {ranks[-1]} (every {step})" if step > 1 else f"{ranks[0]}-{ranks[-1]}"
-
-
-def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
-    """`rank`'s index along every axis."""
-    found: dict[str, int] = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, degrees[axis])
-    return {axis: found[axis] for axis in AXES}
 
 
 def group_ranks(rank: int, axis: str, degrees: dict[str, int]) -> list[int]:

@@ -405,3 +405,11 @@ def _in_short(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"({len(value)} entries)"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
+    """`rank`'s index along every axis."""
+    indices: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, indices[axis] = divmod(rank, degrees[axis])
+    return {axis: indices[axis] for axis in AXES}
