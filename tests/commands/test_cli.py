@@ -43,12 +43,12 @@ class Started:
 
     def launch(self, entrypoint: Any, args: tuple[Any, ...], world: World, *, log_dir: str | None) -> None:
         assert entrypoint is train.train_worker
-        self.config, self.resume, self.output, self.timeout, self.expected, self.request = args
+        self.config, self.resume, self.output, self.timeout, self.expected, self.request, _ = args
         self.world, self.log_dir = world, log_dir
 
     def run_worker(self, entrypoint: Any, args: tuple[Any, ...], *, report: bool) -> None:
         assert entrypoint is train.train_worker and report
-        self.config, self.resume, self.output, self.timeout, self.expected, self.request = args
+        self.config, self.resume, self.output, self.timeout, self.expected, self.request, _ = args
         self.inside = True
 
 

@@ -55,7 +55,7 @@ def two(tmp_path: Path) -> list[Run]:
     lines = [_line(step, tokens_per_second=1000.0, peak_memory_bytes=300 * MIB) for step in range(1, 41)]
     lines[0] |= memory
     lines[9]["val_loss"], lines[39]["val_loss"] = 0.7, 0.9
-    estimated = _session(1, estimated_bytes=[200 * MIB, 220 * MIB], estimated_step_seconds=0.4)
+    estimated = _session(1, estimated_bytes=[300 * MIB, 320 * MIB], estimated_step_seconds=0.4)
     _write(tmp_path / "text", lines, (estimated,))
     lines = [_line(step, samples_per_second=50.0, val_error=0.25) for step in (10, 20, 30)]
     _write(tmp_path / "images", lines, (_session(1), _session(21, 4)), seed=1)
@@ -190,8 +190,8 @@ def test_one_run_in_a_terminal(two: list[Run]) -> None:
         "500.00 ms",
         "400.00 ms",
     )
-    assert rows["beyond start"] == "200 MiB to 250 MiB (rank 1)" and rows["measured / estimated"] == "1.14"
-    assert "   1       350 MiB       250 MiB       220 MiB" in said and "▁" in said
+    assert rows["beyond start"] == "200 MiB to 250 MiB (rank 1)" and rows["measured / estimated"] == "0.78"
+    assert "   1       350 MiB       250 MiB       320 MiB" in said and "▁" in said
     assert max(map(len, said.splitlines())) <= 80 and "▁" not in describe(two[:1], 80, blocks=False)
 
 
@@ -236,7 +236,7 @@ def test_the_page_of_one_run(two: list[Run]) -> None:
         "loss", "learning rate", "gradient norm", "tokens a second", "peak memory of rank 0",
         "each rank",
     ]  # fmt: skip
-    assert "rank 1: 250 MiB, estimated 220 MiB" in page and "val_loss: 0.7" in page
+    assert "rank 1: 250 MiB, estimated 320 MiB" in page and "val_loss: 0.7" in page
     assert page.count('class="rank"') == 2 and "optimizer states and gradients are sharded" in page
 
 

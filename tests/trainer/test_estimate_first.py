@@ -67,8 +67,12 @@ def test_what_cannot_be_estimated_is_trained(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize("expected", [[7 * MIB, 8 * MIB], None])
-def test_the_summary_has_estimated_and_measured(tmp_path: Path, expected: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("expected", "shown"), [([700 * MIB, 800 * MIB], True), ([7 * MIB, 8 * MIB], False), (None, False)]
+)
+def test_the_summary_has_estimated_and_measured_where_these_compare(
+    tmp_path: Path, expected: list[int] | None, shown: bool
+) -> None:
     console = Console(file=io.StringIO(), width=100)
     print_summary(
         console,
@@ -80,7 +84,8 @@ def test_the_summary_has_estimated_and_measured(tmp_path: Path, expected: list[i
         directory=RunDirectory(tmp_path),
     )
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("rank 0: 7 MiB  rank 1: 8 MiB" in said) is (expected is not None) is ("rank 0: 9 MiB" in said)
+    assert ("rank 0: 700 MiB  rank 1: 800 MiB" in said) is shown is ("rank 0: 9 MiB" in said)
+    assert "7 MiB" not in said
     assert "rank 0: 300 MiB" in said
 
 

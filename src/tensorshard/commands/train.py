@@ -86,6 +86,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="record what the first two steps hold, for a page memory.html (as train.profile_memory=true)",
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print every field of the plan, and the mesh, before training"
+    )
     parser.add_argument("--force", action="store_true", help="start even if the estimate says that it does not fit")
     processes = parser.add_argument_group("processes")
     processes.add_argument(
@@ -155,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     if request is None and _check(config, world_size).estimate and expected is None:
         here = ranks_here() if world is None else world.nproc
         expected = _estimate(config, world_size, here, args.force)
-    call = (config, args.resume, args.output, args.timeout, expected, request)
+    call = (config, args.resume, args.output, args.timeout, expected, request, args.verbose)
     if world is None:
         run_worker(train_worker, call, report=True)
     else:
@@ -203,11 +206,14 @@ def train_worker(
     timeout: float | None = None,
     expected: "Estimate | None" = None,
     request: "PlanRequest | None" = None,
+    verbose: bool = False,
 ) -> None:
     """Runs the trainer in one process of a run."""
     from tensorshard.trainer.run import run as run_trainer
 
-    run_trainer(config, resume=resume, output=output, timeout=timeout, expected=expected, request=request)
+    run_trainer(
+        config, resume=resume, output=output, timeout=timeout, expected=expected, request=request, verbose=verbose
+    )
 
 
 def _config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -227,7 +233,9 @@ def _options(args: argparse.Namespace) -> list[str]:
         value = getattr(args, name)
         if value is not None:
             words += [_option(name), f"{value:g}" if isinstance(value, float) else str(value)]
-    return words + [_option(name) for name in ("no_estimate", "profile_memory", "force") if getattr(args, name)]
+    return words + [
+        _option(name) for name in ("no_estimate", "profile_memory", "force", "verbose") if getattr(args, name)
+    ]
 
 
 def _option(name: str) -> str:

@@ -49,16 +49,16 @@ class Summary:
     offload: str | None = None
     logits: str | None = None
 
-    def describe(self) -> str:
-        """A few lines for a person."""
+    def describe(self, *, short: bool = False) -> str:
+        """A few lines for a person; `short` leaves out this rank's sizes, and logits that are whole."""
         lines = [
             f"parameters     {self.parameters:,} in the model, {self.trained_parameters:,} of them trained",
-            f"on this rank   {self.held_parameters:,} held, {self.updated_parameters:,} updated",
+            *([] if short else [f"on this rank   {self.held_parameters:,} held, {self.updated_parameters:,} updated"]),
             f"dtypes         {_name(self.master_dtype)} master weights and optimizer states, "
             f"{_name(self.compute_dtype)} computation, {_name(self.reduce_dtype)} gradient sums",
             f"optimizer      {self.optimizer}",
         ]
-        if self.logits is not None:
+        if self.logits is not None and not (short and self.logits.split()[1] == "whole:"):
             lines.append(self.logits)
         if self.tensor_plan is not None:
             lines.append(self.tensor_plan)

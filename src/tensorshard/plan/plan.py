@@ -1,6 +1,7 @@
 """The Plan: what to do, as pure data. It prints, compares, loads from YAML and checks itself."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,14 @@ class Plan:
         """Number of data ranks of a resolved plan: processes that see different samples."""
         return self.dp_replicate * self.dp_shard
 
+    def in_short(self) -> str:
+        """The axes of a degree above 1, ``zero``, and the fields that are not at their defaults, as overrides."""
+        usual = Plan()
+        chosen = [field.name for field in fields(Plan) if getattr(self, field.name) != getattr(usual, field.name)]
+        of_axes = [axis for axis in AXES if getattr(self, axis) > 1]
+        names = dict.fromkeys([*of_axes, "zero", *(name for name in chosen if name not in AXES)])
+        return " ".join(f"{name}={_in_short(getattr(self, name))}" for name in names)
+
     def describe(self) -> str:
         """Describes every field that matters in words, one a line."""
         degrees = "  ".join(f"{a}={'auto' if getattr(self, a) == -1 else getattr(self, a)}" for a in AXES)
@@ -390,6 +399,12 @@ def check_table(value: Any) -> None:
             f"tp_plan is {value!r}; it must be None or a dict of module names to styles, such as "
             f"{{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}"
         )
+
+
+def _in_short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({len(value)} entries)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from tensorshard.common.quantities import size_text
 from tensorshard.common.terminal import fit
-from tensorshard.report.figures import Rows, differences, figures, notes
+from tensorshard.report.figures import Rows, differences, figures, is_compared, notes
 from tensorshard.report.read_run import Run
 from tensorshard.report.series import Series, columns
 
@@ -89,7 +89,7 @@ def _ranks(run: Run) -> str:
         return ""
     heads, sides = ["peak memory"], [peaks]
     for head, sizes in (("beyond start", run.beyond_start), ("estimated", run.estimated)):
-        if len(sizes) == len(peaks) and sizes != peaks:
+        if is_compared(run) and sizes != peaks:
             heads.append(head)
             sides.append(sizes)
     lines = ["rank  " + "  ".join(f"{head:>12}" for head in heads)]

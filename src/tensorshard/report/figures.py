@@ -1,12 +1,10 @@
 """The words and numbers for each run, the same in a terminal and on a page."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tensorshard.common.dotted_names import flat_items
 from tensorshard.common.quantities import format_count, seconds_words, size_text
-from tensorshard.plan.plan import AXES, Plan
 from tensorshard.report.read_run import Run
 from tensorshard.report.series import Series
 
@@ -15,8 +13,7 @@ Rows = list[tuple[str, list[str]]]
 
 ABSENT = "-"
 
-_SMALL = 256 << 20  # bytes of live tensors
-_SMALL_WORDS = "of a model this small they hold more than its tensors, which are what is estimated"
+_SMALL = 256 << 20  # bytes of live tensors, on a CPU; below, libraries and connections are most of what is measured
 
 _SPEEDS = ("tokens_per_second", "samples_per_second")
 _NOT_COMPARED = ("train.name", "train.output_dir")
@@ -50,8 +47,6 @@ def notes(runs: Sequence[Run]) -> list[str]:
         for name, series in run.curves.items():
             if series.dropped:
                 said.append(f"{of}{_count(series.dropped, 'value')} of {name} not finite, and not drawn.")
-        if run.session is not None and run.session.device == "cpu" and 0 < max(run.estimated, default=0) < _SMALL:
-            said.append(f"{of}memory beyond the start includes libraries and connections; {_SMALL_WORDS}.")
         for session in run.sessions[1:]:
             ranks = _count(session.world_size, "rank")
             said.append(f"{of}resumed at step {session.first_step}, on {ranks}.")
@@ -82,10 +77,16 @@ def by_rank(sizes: Sequence[int]) -> str:
     return low if low == high else f"{low} to {high} (rank {sizes.index(max(sizes))})"
 
 
+def is_compared(run: Run) -> bool:
+    """Whether every rank's memory was both measured and estimated, and is large enough for a comparison to say
+    anything."""
+    known = 0 < len(run.peaks) == len(run.beyond_start) == len(run.estimated)
+    return known and (run.session is None or run.session.device != "cpu" or max(run.estimated) >= _SMALL)
+
+
 def ratio(run: Run) -> str:
-    """The fullest rank's measured memory divided by the estimate; "" if one of them is missing."""
-    measured, estimated = max(run.beyond_start, default=0), max(run.estimated, default=0)
-    return f"{measured / estimated:.2f}" if measured and estimated else ""
+    """The fullest rank's measured memory divided by the estimate; "" if they are not compared."""
+    return f"{max(run.beyond_start) / max(run.estimated):.2f}" if is_compared(run) else ""
 
 
 def _figures(run: Run) -> Iterator[tuple[str, str]]:
@@ -94,7 +95,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
     if session is not None:
         yield "ranks", f"{session.world_size} x {session.device}"
     if run.plan is not None:
-        yield "plan", _plan_words(run.plan)
+        yield "plan", run.plan.in_short()
     if "loss" in metrics:
         yield "loss", _from_to(metrics["loss"])
     for name in scores([run]):
@@ -113,27 +114,12 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
         yield "as estimated", seconds_words(session.estimated_step_seconds)
     if run.peaks:
         yield "peak memory", by_rank(run.peaks)
-    if run.beyond_start and run.beyond_start != run.peaks:
+    if is_compared(run) and run.beyond_start != run.peaks:
         yield "beyond start", by_rank(run.beyond_start)
     if run.estimated:
         yield "estimated memory", by_rank(run.estimated)
     if ratio(run):
         yield "measured / estimated", ratio(run)
-
-
-def _plan_words(plan: Plan) -> str:
-    """The fields of a resolved plan that are not at their defaults, as overrides."""
-    usual = Plan()
-    chosen = [field.name for field in fields(Plan) if getattr(plan, field.name) != getattr(usual, field.name)]
-    of_axes = [axis for axis in AXES if getattr(plan, axis) > 1]
-    names = dict.fromkeys([*of_axes, "zero", *(name for name in chosen if name not in AXES)])
-    return " ".join(f"{name}={_plan_value(getattr(plan, name))}" for name in names)
-
-
-def _plan_value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"({len(value)} entries)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _steps(run: Run) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from tensorshard.common.quantities import format_count, size_text
 from tensorshard.predict.page_frame import document, plan_section
 from tensorshard.report.charts import Line, line_chart, rank_chart
-from tensorshard.report.figures import Rows, differences, figures, notes, others, scores, speed_of
+from tensorshard.report.figures import Rows, differences, figures, is_compared, notes, others, scores, speed_of
 from tensorshard.report.read_run import MOST_RUNS, Run
 
 _COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#1b7c83", "#9a6700", "#6e7781")
@@ -121,7 +121,7 @@ def _memory(runs: Sequence[Run]) -> list[str]:
     if not shown:
         return []
     parts = ["<h2>Memory of every rank</h2>"]
-    compared = any(_compared(run) for _, run in shown)
+    compared = any(is_compared(run) for _, run in shown)
     if compared:
         parts.append(
             '<p class="legend"><span><span class="mark"></span>as it was estimated, in live tensors</span></p>'
@@ -129,17 +129,12 @@ def _memory(runs: Sequence[Run]) -> list[str]:
     parts.append('<div class="sides curves">')
     for number, run in shown:
         of = f"{run.name}: " if len(runs) > 1 else ""
-        measured, estimated = (run.beyond_start, run.estimated) if _compared(run) else (run.peaks, [])
-        what = "peak beyond what it held before the model" if _compared(run) else "peak"
+        measured, estimated = (run.beyond_start, run.estimated) if is_compared(run) else (run.peaks, [])
+        what = "peak beyond what it held before the model" if is_compared(run) else "peak"
         title = f"{of}each rank's {what}"
         drawn = rank_chart(measured, estimated, title, number)
         parts.append(f"<figure><figcaption>{escape(title)}</figcaption>\n{drawn}</figure>")
     return [*parts, "</div>"]
-
-
-def _compared(run: Run) -> bool:
-    """Whether every rank's memory was both measured and estimated."""
-    return 0 < len(run.peaks) == len(run.beyond_start) == len(run.estimated)
 
 
 def _plans(runs: Sequence[Run]) -> Iterator[str]:

@@ -13,6 +13,11 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # this is written to /proc/self/clear_refs: see proc_pid_clear_refs(5)
 
 
+COMPARED_MEMORY = 256 << 20
+"""Bytes of live tensors from which on an estimate is compared with what is measured. Below, libraries and connections
+are most of that."""
+
+
 class PeakMemory:
     """The most bytes that were held since the last :meth:`reset`.
 

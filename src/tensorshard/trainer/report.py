@@ -1,5 +1,6 @@
 """What a run prints before and after training."""
 
+import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,28 +14,36 @@ from tensorshard.config.allowed_targets import modules_to_allow
 from tensorshard.config.files import ASKED
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer.loggers.console import print_lines
-from tensorshard.trainer.memory import format_bytes
+from tensorshard.trainer.memory import COMPARED_MEMORY, format_bytes
 from tensorshard.trainer.run_directory import RunDirectory
+
+logger = logging.getLogger("tensorshard")
 
 _RANKS_SHOWN = 8
 
 
-def print_opening(console: Console, engine: Engine, held_parameters: Sequence[int]) -> None:
-    """Prints the plan, the mesh, and the types and sizes of what each rank holds, before training.
+def print_opening(console: Console, engine: Engine, held_parameters: Sequence[int], *, verbose: bool = False) -> None:
+    """Prints the plan, and the types and sizes of what each rank holds, before training; the whole goes to the log.
 
     Args:
         console: where to print.
         engine: of rank 0.
         held_parameters: number of parameters on each rank.
+        verbose: whether to print the whole: each field of the plan, and the mesh with the axes of degree 1.
     """
+    held = f"held by rank   {_by_rank(held_parameters, '{:,}'.format)}"
     sections = {
         "plan": engine.plan.describe(),
         "mesh": engine.mesh.describe(),
-        "model": f"{engine.summary().describe()}\nheld by rank   {_by_rank(held_parameters, '{:,}'.format)}",
+        "model": f"{engine.summary().describe()}\n{held}",
     }
-    for title, text in sections.items():
-        console.rule(title, align="left", characters="-")
-        print_lines(console, text)
+    if verbose:
+        for title, text in sections.items():
+            console.rule(title, align="left", characters="-")
+            print_lines(console, text)
+        return
+    logger.debug("%s", "\n".join(f"{title}\n{text}" for title, text in sections.items()))
+    print_lines(console, f"plan           {engine.plan.in_short()}\n{engine.summary().describe(short=True)}\n{held}")
 
 
 def print_summary(
@@ -56,7 +65,8 @@ def print_summary(
         peak_bytes: each rank's peak memory.
         above_start: the same without what the rank held before the model was made: on a CPU, the interpreter and
             libraries.
-        expected: each rank's estimated peak, in live tensors; None without an estimate.
+        expected: each rank's estimated peak, in live tensors, which is compared if it is large enough; None without an
+            estimate.
         directory: of the run.
     """
     table = Table(show_header=False)
@@ -71,7 +81,7 @@ def print_summary(
         words = [f"{format_count(figures[name])} {name.removesuffix('_per_second')}/s" for name in speeds]
         table.add_row("speed", f"{', '.join(words)}, {figures['step_seconds']:.3f} s a step")
     table.add_row("peak memory", _by_rank(peak_bytes, format_bytes))
-    if expected is not None:
+    if expected is not None and max(expected) >= COMPARED_MEMORY:
         table.add_row("beyond start", _by_rank(above_start, format_bytes))
         table.add_row("estimated", f"{_by_rank(expected, format_bytes)} of live tensors")
     places: dict[str, Path | None] = {

@@ -65,6 +65,7 @@ def run(
     timeout: float | None = None,
     expected: Estimate | None = None,
     request: PlanRequest | None = None,
+    verbose: bool = False,
 ) -> None:
     """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
 
@@ -75,6 +76,7 @@ def run(
         timeout: seconds that a rank waits for the others in a collective; as for :func:`parallelize` if None.
         expected: the run's estimate, which is printed beside what is measured.
         request: the fields of the plan that rank 0 chooses, for all ranks; None if the config's plan is used as it is.
+        verbose: whether every field of the plan and the mesh are printed before training.
 
     Raises:
         ConfigError: the config cannot be run, the directory holds a run already, or there is nothing to resume
@@ -97,7 +99,7 @@ def run(
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
     try:
         with log, StopRequest() as stop:
-            parts = _prepare(config, settings, start, console, stop, patience, expected, held_before)
+            parts = _prepare(config, settings, start, console, stop, patience, expected, held_before, verbose)
             if dist.get_rank() == 0:
                 write_config(config, start.directory, parts.trainer.step)
             first, last = parts.trainer.step + 1, settings.steps
@@ -157,6 +159,7 @@ def _prepare(
     timeout: timedelta,
     expected: Estimate | None,
     held_before: int,
+    verbose: bool,
 ) -> _Run:
     _check_optimizer(config)
     with _asked_for("data.train"):
@@ -180,7 +183,7 @@ def _prepare(
         with _asked_for("--resume"):
             state = engine.load(start.checkpoint)
         check_not_ahead(start.directory, engine.step_count)
-    print_opening(console, engine, _gather(engine.summary().held_parameters))
+    print_opening(console, engine, _gather(engine.summary().held_parameters), verbose=verbose)
 
     loader = training_loader(
         dataset,

@@ -14,7 +14,7 @@ from tensorshard.predict import Estimate
 from tensorshard.predict.hardware import save_ratios
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.loggers.logger import Logger
-from tensorshard.trainer.memory import PeakMemory
+from tensorshard.trainer.memory import COMPARED_MEMORY, PeakMemory
 from tensorshard.trainer.step_record import BatchSize, StepRecord
 
 if TYPE_CHECKING:
@@ -195,11 +195,12 @@ STEPS = 10
 """After how many steps the comparison is made."""
 
 _WARM_UP = 3  # steps that are slower: they allocate, and fill caches
-_LEAST_MEMORY = 256 << 20  # bytes of an estimate; below this, the libraries' own memory would distort the ratio
 
 
 class ExpectationHook(Hook):
     """After :data:`STEPS` steps, says what was estimated and what was measured on rank 0, and keeps the ratios.
+
+    Memory is compared where it is large enough for libraries and connections not to be most of it.
 
     If the estimate was made with this machine's profile, the ratios go into that profile, for later searches. That of
     memory does if it is large enough, and freed memory is not kept: where memory is scarce, a rank gives it back.
@@ -245,15 +246,19 @@ class ExpectationHook(Hook):
             lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s")
         estimated_bytes = self._expected.ranks[0].peak_allocated
         measured_bytes = self._memory.bytes() - self._held_before
-        if estimated_bytes >= _LEAST_MEMORY and not keeps_freed_memory:
-            ratios["memory_ratio"] = max(1.0, measured_bytes / estimated_bytes)
-        lines.append(
-            f"memory was estimated to be {size_text(estimated_bytes)} of live tensors, and is "
-            f"{size_text(measured_bytes)} beyond the start" + ", with freed memory that is kept" * keeps_freed_memory
-        )
+        if estimated_bytes >= COMPARED_MEMORY:
+            if not keeps_freed_memory:
+                ratios["memory_ratio"] = max(1.0, measured_bytes / estimated_bytes)
+            lines.append(
+                f"memory was estimated to be {size_text(estimated_bytes)} of live tensors, and is "
+                f"{size_text(measured_bytes)} beyond the start"
+                + ", with freed memory that is kept"
+                * keeps_freed_memory
+            )
         if ratios and hardware is not None and hardware.is_measured and save_ratios(**ratios) is not None:
             lines.append("later searches for plans on this machine use " + _words(ratios))
-        logger.info("after %d steps: %s", STEPS, "; ".join(lines))
+        if lines:
+            logger.info("after %d steps: %s", STEPS, "; ".join(lines))
 
 
 def _words(ratios: dict[str, float]) -> str:
