@@ -12,10 +12,11 @@ from compute import table
 from drawings import DRAWINGS
 from drawings.diagrams import IMPORTS
 from drawings.offload import draw_offload
-from drawings.svg import PICTURES
+from drawings.svg import PICTURES, STYLE
 from drawings.zero import bytes_held
 from pages import PAGES, ROOT
 from record import Screen
+from tensorshard.predict.page_frame import STYLE as PAGE_STYLE
 
 _PACKAGE = ROOT / "src" / "tensorshard"
 
@@ -30,6 +31,16 @@ def test_a_picture_is_what_the_script_draws(name):
 
 def test_the_table_that_is_drawn_is_the_one_that_is_found():
     assert json.loads((PICTURES / "table.json").read_text()) == table()
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_colours_mean_the_same_in_pictures_and_on_pages(mode):
+    of_pictures = STYLE.split("prefers-color-scheme: dark")[mode == "dark"]
+    of_pages = PAGE_STYLE.split("prefers-color-scheme: dark")[mode == "dark"]
+    for kind in ("parameters", "gradients", "optimizer-states", "activations", "gathered-parameters", "temporaries"):
+        shown = {"optimizer-states": "states", "gathered-parameters": "gathered"}.get(kind, kind)
+        (colour,) = re.findall(rf"\.{shown} {{ fill: (#\w+)", of_pictures)
+        assert f".{kind} {{ fill: {colour};" in of_pages, kind
 
 
 def _imports(name: str) -> set[str]:

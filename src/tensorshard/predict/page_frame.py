@@ -5,13 +5,14 @@ from html import escape
 
 from tensorshard.plan.plan import AXES, Plan, coordinates
 
+# What is held has these colours in the pictures of the README, too (docs/pictures/drawings/svg.py).
 _LIGHT = {
     "parameters": "#0969da", "gathered-parameters": "#7cb8ff", "gradients": "#bf8700", "optimizer-states": "#1a7f37",
-    "activations": "#cf222e", "inputs": "#6e7781", "temporaries": "#8250df",
+    "activations": "#8250df", "inputs": "#6e7781", "temporaries": "#cf222e",
 }  # fmt: skip
 _DARK = {
     "parameters": "#4493f8", "gathered-parameters": "#a5d0ff", "gradients": "#d29922", "optimizer-states": "#3fb950",
-    "activations": "#f47067", "inputs": "#9198a1", "temporaries": "#b083f0",
+    "activations": "#ab7df8", "inputs": "#9198a1", "temporaries": "#f47067",
 }  # fmt: skip
 
 _RULES = """
@@ -37,6 +38,11 @@ th, td { text-align: left; padding: 3px 16px 3px 0; border-bottom: 1px solid var
 .rank { display: inline-block; min-width: 22px; padding: 2px 6px; margin: 2px; text-align: center; border-radius: 5px;
   border: 1px solid var(--soft); background: var(--ground) }
 .schedule { overflow-x: auto }
+@media (max-width: 600px) {
+  main { padding: 8px 14px 32px } h1 { font-size: 20px } h1, figcaption, p { overflow-wrap: anywhere }
+  pre { white-space: pre-wrap } th, td { padding-right: 10px }
+  figure { overflow-x: auto } figure svg { min-width: 560px } figure svg text { font-size: 14px }
+}
 """
 
 

@@ -25,7 +25,6 @@ _RULES = """
 td { vertical-align: top }
 .figures td:not(:first-child) { min-width: 130px; white-space: normal }
 .mark { display: inline-block; width: 14px; border-top: 2.5px solid var(--text); margin: 0 6px 4px 0 }
-@media (max-width: 600px) { .curves svg text { font-size: 16px } main { padding: 8px 14px 32px } }
 """
 
 
