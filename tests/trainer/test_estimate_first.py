@@ -80,7 +80,7 @@ def test_the_summary_has_estimated_and_measured(tmp_path: Path, expected: list[i
         directory=RunDirectory(tmp_path),
     )
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("rank 0: 7 MiB  rank 1: 8 MiB" in said) is (expected is not None) is ("rank 0: 9 MiB" in said)
+    assert ("rank 0: 7.00 MiB  rank 1: 8.00 MiB" in said) is (expected is not None) is ("rank 0: 9.00 MiB" in said)
     assert "rank 0: 300 MiB" in said
 
 

@@ -58,6 +58,7 @@ def tiled_logits(part: Part, context: PassContext) -> None:
             blocks=part.blocks,
             gathered=part.units if context.plan.shards_parameters else [],
             split_outputs=part.split.outputs.sizes,
+            parameters=context.parameters,
         )
 
 
