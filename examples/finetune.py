@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("task", choices=("causal", "classifier"))
     parser.add_argument("--model", type=Path, help="a directory of Hugging Face's; without, a small one is written")
     parser.add_argument("--output", type=Path, default=Path("finetuned"), help="where the result goes")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=16, help="samples in a step, over all data ranks")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -94,6 +95,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     args = parser.parse_args()
+    if args.output.exists() and not args.overwrite:
+        parser.error(f"{args.output} is there already; give another --output, or --overwrite")
 
     plan = ts.Plan(zero=args.zero, tp=args.tp, pp=args.pp, micro_batches=2 * args.pp if args.pp > 1 else 1)
     directory = args.model or args.output.with_name(f"{args.output.name}-start")
@@ -123,7 +126,7 @@ def main() -> None:
         if rank == 0 and (step % 20 == 0 or step == args.steps - 1):
             print(f"step {step + 1}/{args.steps}  loss {loss:.4f}", flush=True)
     measured = evaluate(engine, args.task, validation, 8)
-    engine.save_pretrained(args.output)
+    engine.save_pretrained(args.output, overwrite=args.overwrite)
 
     again = make(ts.from_pretrained(args.output))
     reread = evaluate(again, args.task, validation, 8)

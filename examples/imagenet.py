@@ -1,6 +1,6 @@
 """The TorchShard article's ImageNet script: data parallel up to the last layer, which is split over all ranks.
 
-pip install "tensorshard[hf]"
+pip install -c constraints.txt ".[hf]"
 python examples/imagenet.py --arch tiny --image-size 32 --classes 10
 torchrun --nproc-per-node 2 examples/imagenet.py --classes 1000000 --model-parallel-dim 1 --amp --zero --save run.pt
 torchrun --nproc-per-node 4 examples/imagenet.py --classes 1000000 --model-parallel-dim 1 --amp --zero --resume run.pt

@@ -1,6 +1,6 @@
 """A Hugging Face Llama, built from a config, under any plan: the code and the losses are the same.
 
-pip install "tensorshard[hf]"
+pip install -c constraints.txt ".[hf]"
 torchrun --nproc-per-node 2 examples/train_llama.py
 torchrun --nproc-per-node 8 examples/train_llama.py --pp 2 --tp 2 --micro-batches 4 --sequence-parallel
 torchrun --nproc-per-node 4 examples/train_llama.py --pp 4 --micro-batches 8 --draw schedule.svg

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TENSORSHARD_CACHE"] = "off"  # tests neither read nor write what the user keeps
@@ -40,15 +39,28 @@ def no_world_is_left() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what ``slow_cases.txt`` lists, before slow tests are left out."""
-    lines = (Path(__file__).parent / "slow_cases.txt").read_text().splitlines()
-    listed = {line for line in lines if line and not line.startswith("#")}
-    found = set()
+    """Marks the slow cases of tests with ``slow_cases`` or ``fast_cases``, before slow tests are left out.
+
+    A case is named by its whole id, or by the id of one of its values, which names all cases with that value.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.nodeid in listed:
-            found.add(item.nodeid)
-            item.add_marker(pytest.mark.slow)
-    whole = {item.nodeid.partition("::")[0] for item in items}
-    unknown = sorted(line for line in listed - found if line.partition("::")[0] in whole)
-    if unknown and not any("::" in argument for argument in config.args) and not config.option.keyword:
-        raise pytest.UsageError(f"tests/slow_cases.txt lists cases that do not exist: {', '.join(unknown)}")
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    selected = any("::" in argument for argument in config.args)  # then not every case of a test may be here
+    for test, of_test in cases.items():
+        for mark in ("slow_cases", "fast_cases"):
+            marker = of_test[0].get_closest_marker(mark)
+            if marker is None:
+                continue
+            named = {item for name in marker.args for item in _cases_named(name, of_test, test, selected)}
+            for item in of_test:
+                if (item in named) == (mark == "slow_cases"):
+                    item.add_marker(pytest.mark.slow)
+
+
+def _cases_named(name: str, cases: list[pytest.Item], test: str, selected: bool) -> list[pytest.Item]:
+    ids = {item: item.nodeid.partition("[")[2][:-1] for item in cases}
+    named = [item for item in cases if ids[item] == name] or [item for item in cases if f"-{name}-" in f"-{ids[item]}-"]
+    if not named and not selected:
+        raise pytest.UsageError(f"{test} names the case {name!r}, which it does not have: {', '.join(ids.values())}")
+    return named

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import parity
+import pretrained_models
 import tensorshard as ts
 from bounds import assert_within
 from tensorshard.models import GPT
@@ -54,6 +55,13 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast_cases(
+    "gpt-1-zero3",
+    "gpt-2x1-zero3-replicas",
+    "gpt-2-zero2-micro2-clip-offload",
+    "gpt-2-zero3-micro2-clip-tiled",
+    "hf_bert-2-zero0",
+)
 @pytest.mark.parametrize("case", FP32)
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = FP32[case]
@@ -84,6 +92,7 @@ def bf16_alone(ranks):
     return run
 
 
+@pytest.mark.fast_cases("gpt-2-zero0")
 @pytest.mark.parametrize("case", BF16)
 def test_bf16_is_as_near_to_fp32_as_one_process_is(ranks, bf16_alone, case):
     """Which way a sum of 8-bit numbers rounds differs with the order of its terms, and training amplifies it. So how
@@ -113,6 +122,38 @@ def _initial(model: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
     return engine.full_state_dict()
 
 
+class Recurrent(torch.nn.Module):
+    """Dropout, an LSTM, a weight under two names, and initialisations that replace others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(24, 8)
+        self.lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.inner = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 24)
+        self.head.weight = self.embedding.weight
+        torch.nn.init.trunc_normal_(self.embedding.weight, std=0.5)
+        torch.nn.init.orthogonal_(self.inner.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.dropout(self.lstm(self.embedding(x))[0])))
+
+
+CONSTRUCTORS = {
+    "gpt": partial(GPT, 61, 16, 2, 2, 30),
+    "gpt_tied": partial(GPT, 61, 16, 2, 2, 30, tie_embeddings=True),
+    "recurrent": Recurrent,
+    "llama": pretrained_models.llama,
+    "llama_tied": partial(pretrained_models.llama, tie_word_embeddings=True),
+}
+
+
+def _all_initial(fields: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    names = [name for name in CONSTRUCTORS if name != "recurrent" or "pp" not in fields]  # it has no layers to cut at
+    return {name: _initial(CONSTRUCTORS[name], fields) for name in names}
+
+
 def _initial_of_meta(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = GPT(61, 16, 2, 2, 30)
@@ -132,16 +173,16 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_weights_of_a_callable_do_not_depend_on_the_plan(ranks):
-    build = partial(GPT, 61, 16, 2, 2, 30)
-    first, *others = (ranks(world_size, _initial, build, fields)[0] for world_size, fields in LAYOUTS)
-    for other in others:
-        _assert_equal(other, first)
-    weight = first["blocks.0.mlp.up.weight"]
-    assert abs(weight.std().item() - 0.02) < 2e-3  # the constructor's own choice, not that of nn.Linear
-    assert not first["blocks.0.mlp.up.bias"].any()
+@pytest.mark.fast_cases("(2, {'tp': 2})")
+@pytest.mark.parametrize("layout", [*LAYOUTS, (2, dict(tp=2)), (2, dict(pp=2, micro_batches=2))], ids=str)
+def test_weights_of_a_callable_are_those_of_its_seeded_constructor(ranks, layout):
+    world_size, fields = layout
+    for name, found in ranks(world_size, _all_initial, fields)[0].items():
+        torch.manual_seed(5)
+        _assert_equal(found, CONSTRUCTORS[name]().state_dict())
 
 
+@pytest.mark.slow
 def test_weights_of_a_meta_module_do_not_depend_on_the_plan(ranks):
     first, *others = (ranks(world_size, _initial_of_meta, fields)[0] for world_size, fields in LAYOUTS)
     for other in others:
@@ -155,6 +196,7 @@ def test_of_modules_that_differ_rank_0s_counts(ranks, level):
     _assert_equal(ranks(2, _initial_of_own, dict(zero=level))[0], GPT(61, 16, 2, 2, 30).state_dict())
 
 
+@pytest.mark.slow
 def test_a_callable_trains_as_the_module_that_it_builds(ranks):
     found = ranks(2, _train_callable, "gpt", dict(zero=3))[0]
     parity.assert_same(found, ranks(1, _train_callable, "gpt", dict())[0], 1e-5)

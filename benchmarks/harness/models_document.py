@@ -18,6 +18,8 @@ STATUSES = ("exact", "refused", "crashed", "wrong", "hung")
 _BLOCK = re.compile(r"^<!-- models:(?P<name>[\w-]+) -->\n.*?^<!-- /models -->$", re.MULTILINE | re.DOTALL)
 _SHORT = {"exact": "✓", "refused": "refused", "crashed": "**crashed**", "wrong": "**wrong**", "hung": "**hung**"}
 
+_ALL = "✓ under all"
+
 Cells = list[tuple[Case, str, Cell]]
 
 
@@ -92,39 +94,57 @@ def _is_exact_somehow(cell: Cell) -> bool:
 
 
 def _family(cells: Cells) -> str:
-    """A row for each model, a column for each plan."""
-    by_model: dict[str, dict[str, Cell]] = defaultdict(dict)
-    groups: dict[str, str] = {}
+    """A row for each outcome and group, with the models that have it; rows for the plans that few were run under."""
+    by_model: dict[Case, dict[str, Cell]] = defaultdict(dict)
     for case, plan, cell in cells:
-        by_model[case.name][plan] = cell
-        groups[case.name] = case.group
-    plans = [plan for plan in PLANS if any(plan in found for found in by_model.values())]
-    lines = [_line(["model", *(PLANS[plan].label for plan in plans)]), _line(["---"] * (len(plans) + 1))]
+        by_model[case][plan] = cell
+    runs = {plan: sum(plan in found for found in by_model.values()) for plan in PLANS}
+    most = [plan for plan in PLANS if 2 * runs[plan] >= len(by_model)]
+    few = [plan for plan in PLANS if plan not in most and runs[plan]]
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for case, found in by_model.items():
+        rows[_outcome(found), case.group].append(_entry(case, found, most))
+    for plan in few:
+        for case, found in by_model.items():
+            if plan in found and found[plan].status == "exact":
+                rows[f"✓ under {PLANS[plan].label}, too", case.group].append(_name(case))
+    sizes = {outcome: sum(len(rows[key]) for key in rows if key[0] == outcome) for outcome, _ in rows}
     last = ""
-    for name, found in by_model.items():
-        if groups[name] != last:
-            last = groups[name]
-            lines.append(_line([f"*{last}*", *[""] * len(plans)]))
-        lines.append(_line([name.removeprefix(f"{groups[name]}: "), *(_entry(found.get(plan)) for plan in plans)]))
+    lines = [f"Run under {'; '.join(PLANS[plan].label for plan in most)}.", "", _line(["", "", "models"])]
+    lines.append(_line(["---"] * 3))
+    # Of outcomes that as many models have, and of groups, the first stays first.
+    for outcome, group in sorted(
+        rows, key=lambda key: (key[0] != _ALL, key[0].endswith(", too"), -sizes[key[0]], key[0])
+    ):
+        lines.append(_line([outcome if outcome != last else "", group, "; ".join(rows[outcome, group])]))
+        last = outcome
     return "\n".join(lines)
 
 
-def _entry(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    entry = _one(cell)
-    samples = cell.with_samples
-    if samples is None or (samples.status == cell.status and samples.split_share == cell.split_share):
-        return entry
-    if samples.status in ("exact", "wrong", "crashed", "hung"):
-        return f"{entry}; {_one(samples)} †"
-    return entry
+def _outcome(found: dict[str, Cell]) -> str:
+    """Under which plans a model is not exact."""
+    plans: dict[str, list[str]] = defaultdict(list)
+    for plan, cell in found.items():
+        if cell.status != "exact":
+            helped = " (✓ †)" if _is_exact_somehow(cell) else ""
+            plans[_SHORT[cell.status] + helped].append(PLANS[plan].label)
+    return ". ".join(f"{status} under {'; '.join(labels)}" for status, labels in plans.items()) or _ALL
 
 
-def _one(cell: Cell) -> str:
-    share = f" {cell.split_share:.0%}" if cell.split_share is not None and cell.status == "exact" else ""
-    kept = f" ({cell.kept_share:.0%} in memory)" if share and (cell.kept_share or 0.0) >= 0.005 else ""
-    return _SHORT[cell.status] + share + kept
+def _entry(case: Case, found: dict[str, Cell], plans: Sequence[str]) -> str:
+    """A model's name, with the share of its weights that tp splits, and a mark if it was not run under all plans."""
+    cell = found.get("tp")
+    if cell is not None and cell.status != "exact" and cell.with_samples is not None:
+        cell = cell.with_samples
+    share = f" {cell.split_share:.0%}" if cell is not None and cell.split_share and cell.status == "exact" else ""
+    kept = (
+        f" ({cell.kept_share:.0%} in memory)" if cell is not None and share and (cell.kept_share or 0) >= 0.005 else ""
+    )
+    return _name(case) + share + kept + ("" if all(plan in found for plan in plans) else " °")
+
+
+def _name(case: Case) -> str:
+    return case.name.removeprefix(f"{case.group}: ")
 
 
 def _reasons(cells: Cells) -> str:
@@ -148,7 +168,11 @@ def _reasons(cells: Cells) -> str:
 
 def generalized(detail: str) -> str:
     """A sentence without the parts that differ between models: names, numbers, classes."""
-    text = re.sub(r"'[^']*'|\[[^\]]*\]|\d[\d.e+-]*", "*", detail)
+    text = re.sub(r"(\w*Error):.*", r"\1", detail)  # what torch or the model's code says differs from model to model
+    text = re.sub(
+        r"\bthis \w+|^[A-Z]\w+(?= (?:does|could|called) )|(?<=cut )\w+ |(?<=where )\w+|(?<=run )\w+(?= with)", "*", text
+    )
+    text = re.sub(r"'[^']*'|\[[^\]]*\]|[\w*]+(?:\.[\w*]+)+|(?<=sequence: )\w+(?=:)|\d[\d.e+-]*", "*", text)
     return re.sub(r"\b[A-Z][A-Za-z0-9]*[a-z][A-Z]\w*|\bSequential\b", "*", text)
 
 

@@ -143,7 +143,14 @@ class Codes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         quantized, _, *loss = self.codebook(self.encoder(x))
         decoded = self.decoder(quantized)
-        return decoded + loss[0].sum() if loss else decoded
+        return (decoded, loss[0].sum().expand(len(x))) if loss else decoded
+
+
+def _codes_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    """That of the decoder, and the codebook's, which is a mean over the samples."""
+    if isinstance(output, torch.Tensor):
+        return number_loss(output, targets)
+    return number_loss(output[0], targets) + output[1].mean()
 
 
 _SEQUENCES = numbers(6, 16)
@@ -228,14 +235,14 @@ CASES = [
     case("HardNet", "kornia.feature", lambda m: Through(m.HardNet(pretrained=False), nn.Identity(),
          nn.Linear(128, CLASSES)), images(channels=1)),
     case("finite scalar codes", "vector_quantize_pytorch", partial(_vq, kind="FSQ", levels=[4] * 8),
-         _SEQUENCES, number_loss),
+         _SEQUENCES, _codes_loss),
     case("lookup-free codes", "vector_quantize_pytorch", partial(
-        _vq, kind="LFQ", dim=8, codebook_size=256, entropy_loss_weight=0.0), _SEQUENCES, number_loss),
+        _vq, kind="LFQ", dim=8, codebook_size=256, entropy_loss_weight=0.0), _SEQUENCES, _codes_loss),
     case("learned codebook", "vector_quantize_pytorch", partial(
         _vq, kind="VectorQuantize", dim=8, codebook_size=16, learnable_codebook=True, ema_update=False),
-        _SEQUENCES, number_loss),
+        _SEQUENCES, _codes_loss),
     case("SimVQ", "vector_quantize_pytorch", partial(_vq, kind="SimVQ", dim=8, codebook_size=16), _SEQUENCES,
-        number_loss),
+        _codes_loss),
     case("averaged codebook", "vector_quantize_pytorch", partial(
-        _vq, kind="VectorQuantize", dim=8, codebook_size=16, threshold_ema_dead_code=0), _SEQUENCES, number_loss),
+        _vq, kind="VectorQuantize", dim=8, codebook_size=16, threshold_ema_dead_code=0), _SEQUENCES, _codes_loss),
 ]  # fmt: skip

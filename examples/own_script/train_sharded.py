@@ -130,7 +130,7 @@ for it in range(max_iters + 1):
         break
     for _ in range(gradient_accumulation_steps):
         logits, loss = model(*get_batch("train"))
-        engine.backward(loss)
+        loss = engine.backward(loss)
     norm = engine.clip_grad_norm_(grad_clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tensorshard.distributed import init_process_group
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
+    from tensorshard.engine.model_loss import model_loss
     from tensorshard.parallelize.parallelize import parallelize
     from tensorshard.plan.mesh import Mesh
     from tensorshard.predict.estimate import Estimate, estimate
@@ -42,6 +43,7 @@ __all__ = [
     "get_parallel_dim",
     "group_sharded_parallel",
     "init_process_group",
+    "model_loss",
     "nn",
     "notebook_launch",
     "parallelize",
@@ -70,6 +72,7 @@ _MODULES = {
     "get_parallel_dim": "tensorshard.comm.marks",
     "group_sharded_parallel": "tensorshard.compat.group_sharded",
     "init_process_group": "tensorshard.distributed",
+    "model_loss": "tensorshard.engine.model_loss",
     "notebook_launch": "tensorshard.trainer.launch.notebook",
     "parallelize": "tensorshard.parallelize.parallelize",
     "profile_memory": "tensorshard.predict",

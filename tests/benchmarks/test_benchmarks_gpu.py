@@ -132,6 +132,7 @@ def test_the_search_finds_the_most_that_fit(most):
     assert len(tried) <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contender", [gpu.designs()[0], gpu.designs()[2]], ids=lambda contender: contender.builder)
 def test_a_rank_of_eight_is_trained_alone(contender: Contender):
     work = HeadWork("", samples=4, features=64, classes=8 * 512, dtype="bfloat16")

@@ -40,8 +40,8 @@ def _on_ranks(builder: str, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("builder", "options", "world_size", "held", "error"),
     [
-        ("head_plain", {}, 1, 8, 1e-5),
-        ("head_loss_parallel", {}, 2, 8, 1e-5),
+        pytest.param("head_plain", {}, 1, 8, 1e-5, marks=pytest.mark.slow),
+        pytest.param("head_loss_parallel", {}, 2, 8, 1e-5, marks=pytest.mark.slow),
         ("head_ours", {"update": False}, 2, 8, 1e-5),
         ("head_ours", {"keep_logits": False}, 1, 8, 1e-5),
         ("head_ours", {"keep_logits": True}, 2, 8, 1e-2),

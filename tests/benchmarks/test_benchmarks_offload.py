@@ -85,6 +85,7 @@ def test_the_peer_runs_in_one_process():
     assert all(c.ours for c in offload.contenders(2))
 
 
+@pytest.mark.slow
 def test_the_smallest_size_is_trained_the_same_wherever_states_are(tmp_path):
     names = ["tensorshard, all in memory", "tensorshard, states, gradients, activations"]
     group = offload.measure_training(SMOKE, 1, str(tmp_path), steps=1, only=names, console=Console(quiet=True))

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +45,14 @@ def _load_and_train(fields: dict, path: str, before: int, after: int) -> list[fl
     ]
 
 
-@pytest.mark.parametrize("written", ["zero3_on_2", "zero1_on_2", "hybrid_on_4"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param("zero3_on_2", marks=pytest.mark.slow),
+        pytest.param("zero1_on_2", marks=pytest.mark.slow),
+        "hybrid_on_4",
+    ],
+)
 def test_any_layout_reads_any_other(ranks, tmp_path, written):
     world, fields = PLANS[written]
     path = str(tmp_path / "step-8")
@@ -54,20 +62,36 @@ def test_any_layout_reads_any_other(ranks, tmp_path, written):
         torch.testing.assert_close(torch.tensor(resumed), torch.tensor(undisturbed), rtol=1e-5, atol=1e-5)
 
 
-def _save_twice(path: str) -> str:
+def _save_twice(folder: Path) -> tuple[list[str], int]:
     engine = parity.make_engine("gpt", {})
-    engine.save(path)
-    try:
-        engine.save(path)
-    except FileExistsError as error:
-        return str(error)
-    return ""
+    engine.save(folder / "a")
+    found = []
+    for path, overwrite in ((folder / "a", False), (folder / "mine", True)):
+        try:
+            engine.save(path, overwrite=overwrite)
+        except FileExistsError as error:
+            found.append(str(error))
+    dist.barrier()
+    if engine.mesh.rank == 0:
+        (folder / "a" / "tokenizer.json").write_text("mine")
+    engine.step(*parity.shard(engine, *parity.batch("gpt", 0)))
+    engine.save(folder / "a", overwrite=True)
+    engine.save(folder / "new", overwrite=True)
+    other = parity.make_engine("gpt", dict(zero=1))
+    other.load(folder / "a")
+    return found, other.step_count
 
 
-def test_nothing_is_overwritten(ranks, tmp_path):
-    messages = ranks(2, _save_twice, str(tmp_path / "a"))
-    assert "not overwritten" in messages[0]
-    assert not list(tmp_path.glob(".*"))
+def test_checkpoints_are_overwritten_where_that_is_said_and_nothing_else_is(ranks, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    for (there, other), steps in ranks(2, _save_twice, tmp_path):
+        assert "a is there already and is not overwritten" in there and "or give overwrite=True" in there
+        assert "mine is there already and is not a checkpoint of engine.save" in other
+        assert steps == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine", "new"]
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "mine"
 
 
 def _load_into(kind: str, path: str) -> str:

@@ -42,6 +42,8 @@ def test_what_others_read_is_what_was_trained(ranks, tmp_path, capsys, kind, fie
     loaded = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
     assert loaded.keys() == state.keys()
     assert all(torch.equal(value, state[name].bfloat16()) for name, value in loaded.items())
+    assert cli.main(["export", saved, str(tmp_path / "torch"), "--to", "torch", "--overwrite"]) == 0
+    assert torch.load(tmp_path / "torch" / "model.pt", weights_only=True)[next(iter(state))].dtype == torch.float32
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "saved", "torch"]
 
 
@@ -52,7 +54,8 @@ def test_bad_calls_are_sentences_and_write_nothing(ranks, tmp_path, capsys):
     for words, said in {
         ("saved",): "export takes a checkpoint and a directory to write, and was given",
         ("there", "new"): "is not a checkpoint of tensorshard: it has no file engine.json",
-        ("saved", "there"): "is there already and is not overwritten",
+        ("saved", "there"): "move it away, or give --overwrite, which replaces it",
+        ("saved", "there", "--overwrite"): "is not a directory of weights, so --overwrite does not replace it",
         ("saved", "new", "--max-shard-size", "some"): "max_shard_size='some' was given; it must be a number of bytes",
     }.items():
         for to in ("hf", "torch"):

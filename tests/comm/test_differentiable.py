@@ -76,6 +76,7 @@ def _check_gradients(group_size: int) -> None:
     assert gradgradcheck(lambda x: compositions["reduce_scatter"](x, 0), _random(3, 2))
 
 
+@pytest.mark.fast_cases("2 ranks")
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
 def test_gradients(ranks, world_size, group_size):
     ranks(world_size, _check_gradients, group_size)

@@ -7,14 +7,14 @@ import time
 
 import torch
 
-from tensorshard.comm.ends import wait_for_threads
+from tensorshard.comm.world import wait_for_threads
 
 _ENDS = """
 import sys, time
 import torch, torch.distributed as dist
-from tensorshard.comm import ends, world
-ends.wait = lambda: (print("waited", flush=True), time.sleep(1))
-ends.wait_for_threads.__code__ = (lambda patience=1.0: wait()).__code__
+from tensorshard.comm import world
+world.wait = lambda: (print("waited", flush=True), time.sleep(1))
+world.wait_for_threads.__code__ = (lambda patience=1.0: wait()).__code__
 for _ in range(2):
     world.join_world(torch.device("cpu"))
 dist.all_reduce(torch.ones(1 << 16), async_op=True)

@@ -1,9 +1,12 @@
 """``tensorshard check``: what it prints, and what it keeps for estimates."""
 
+import pytest
+
 from tensorshard import cli
 from tensorshard.predict.hardware import THIS_MACHINE, find_hardware
 
 
+@pytest.mark.slow
 def test_check_measures_what_estimates_need(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TENSORSHARD_CACHE", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

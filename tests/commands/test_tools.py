@@ -35,9 +35,9 @@ def test_text_becomes_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "b.txt").write_text("c" * 10)
     words = ["data", "tokenize", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--output", str(tmp_path / "out")]
     assert cli.main([*words, "--validation", "0.5"]) == 0
-    assert "train.tokens: 25 tokens of a vocabulary of 256" in capsys.readouterr().out
+    assert "train.npy: 25 tokens of a vocabulary of 256" in capsys.readouterr().out
     for name in ("train", "validation"):
-        tokens = TokenFile(tmp_path / "out" / f"{name}.tokens").tokens
+        tokens = TokenFile(tmp_path / "out" / f"{name}.npy").tokens
         assert np.array_equal(tokens, np.frombuffer(("äb\n" * 5 + "c" * 5).encode(), dtype=np.uint8))
     for extra, said in {
         (): "is there already; give another --output, or --overwrite",
@@ -68,7 +68,7 @@ def test_texts_are_read_once_and_all_files_are_written_or_none(
 
     monkeypatch.setattr(Path, "read_text", read_text)
     for text, said in {
-        "short.txt": "validation.tokens would be empty: the texts are too short for --validation 0.05",
+        "short.txt": "validation.npy would be empty: the texts are too short for --validation 0.05",
         "latin.txt": "latin.txt is not UTF-8 text",
     }.items():
         assert cli.main(["data", "tokenize", str(tmp_path / text), "--output", str(tmp_path / "out")]) == 2
@@ -83,7 +83,7 @@ def test_texts_are_read_once_and_all_files_are_written_or_none(
     read.clear()
     assert cli.main(["data", "tokenize", str(tmp_path / "long.txt"), "--output", str(tmp_path / "out")]) == 0
     assert read == ["long.txt"]
-    parts = [TokenFile(tmp_path / "out" / f"{name}.tokens") for name in ("train", "validation")]
+    parts = [TokenFile(tmp_path / "out" / f"{name}.npy") for name in ("train", "validation")]
     assert b"".join(bytes(part.tokens) for part in parts).decode() == lines
     assert len(parts[1]) == round(0.05 * len(lines))
 
@@ -129,6 +129,7 @@ def _self_test(tolerance: float) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_installation_is_right(ranks: Any) -> None:
     printed = ranks(2, _self_test, 1e-5)[0].splitlines()
     assert len(printed) == len(self_test.plans(2)) and all(" exact, largest difference " in line for line in printed)

@@ -57,6 +57,7 @@ def _sharded(level: str, options: dict[str, Any], segment_size: int | None, outp
     }
 
 
+@pytest.mark.slow_cases("options0-None", "os", "os_g")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("options", "segment_size"), [({}, None), ({"fused": True}, 1 << 10)])
 def test_the_callers_loop_trains_as_on_one_process(ranks, tmp_path, level, options, segment_size):
@@ -143,6 +144,7 @@ def _in_halves(level: str, folder: str) -> tuple[str, bool]:
     return "", False
 
 
+@pytest.mark.fast_cases("os")
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_groups_train_two_models(ranks, tmp_path, level):
     for message, refused in ranks(4, _in_halves, level, str(tmp_path)):
@@ -291,7 +293,7 @@ def _sharded_beside_parallel_layers(level: str, output: str) -> None:
     ts.save_group_sharded_model(model, output, optimizer)
 
 
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("level", [pytest.param("os", marks=pytest.mark.slow), "p_g_os"])
 def test_beside_parallel_layers(ranks, tmp_path, level):
     """Each rank shards its own parts over the ranks that hold the same ones; what is saved is whole."""
     ranks(4, _sharded_beside_parallel_layers, level, str(tmp_path / "saved"))

@@ -97,8 +97,8 @@ def reference() -> dict:
 @pytest.mark.parametrize(
     ("save", "load", "how"),
     [
-        ((2, 2), (4, 4), "all ranks have it"),
-        ((4, 4), (2, 2), "one rank has it"),
+        pytest.param((2, 2), (4, 4), "all ranks have it", marks=pytest.mark.slow),
+        pytest.param((4, 4), (2, 2), "one rank has it", marks=pytest.mark.slow),
         ((4, 2), (1, 1), "straight"),
         ((1, 1), (4, 2), "one rank has it"),
     ],

@@ -1,9 +1,11 @@
 """Config files: Python ones that import each other, the YAML of an earlier run, and round trips."""
 
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tensorshard import Plan
@@ -19,6 +21,7 @@ from tensorshard.config import (
     shipped_configs,
     to_yaml,
 )
+from tensorshard.config.allowed_targets import modules_to_allow
 
 _BASE = """
 from tensorshard import Plan
@@ -237,8 +240,8 @@ def test_a_directory_is_pointed_to_its_config(tmp_path: Path) -> None:
         ("optimizer = object()\n", r"'optimizer' is of type object, which a config cannot hold"),
         ("import torch\ndtype = torch.float32\n", r"'dtype' is of type dtype, which a config cannot hold"),
         (
-            "class Net: ...\nfrom tensorshard.config import LazyCall\nmodel = LazyCall(Net)()\n",
-            "top level of a module",
+            "from tensorshard.config import LazyCall\nmodel = LazyCall(lambda: 3)()\n",
+            "top level of a module or of the config",
         ),
         ("x = '${y}'\n", r"x has no value: Interpolation key 'y' not found"),
         ("x = '???'\n", r"x has no value; give it one: x=VALUE"),
@@ -280,3 +283,54 @@ def test_recorded_calls_in_lists_are_checked_too() -> None:
     config = OmegaConf.create({"hooks": [LazyCall(Plan)(), {"_target_": "tensorshard.plan.plan.Plan", "tpp": 1}]})
     with pytest.raises(ConfigError, match=r"hooks\[1\]\.tpp: .*no argument 'tpp'; did you mean 'tp'"):
         apply_overrides(config, [])
+
+
+_OWN = """
+import torch
+from torch import nn
+from tensorshard.config import LazyCall
+
+class Net(nn.Module):
+    class Inner(nn.Linear):
+        pass
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = self.Inner(width, 3)
+
+def loss(output, targets):
+    return (output - targets).square().mean()
+
+model = LazyCall(Net)(width=4)
+other = LazyCall(Net.Inner)(in_features=2, out_features=1)
+"""
+
+
+def _built(config: DictConfig) -> tuple[str, float]:
+    loss = instantiate(config.loss)
+    return type(instantiate(config.model)).__name__, loss(torch.ones(2), torch.zeros(2)).item()
+
+
+def test_a_config_calls_what_it_defines_itself(tmp_path, monkeypatch):
+    def as_in_another_process() -> None:
+        for name in [name for name in sys.modules if name.startswith("tensorshard_config_")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    (tmp_path / "my_config.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    config = load_config("my_config.py", ["model.width=5"])
+    assert config.model._target_ == "my_config.py:Net" and config.loss._target_ == "my_config.py:loss"
+    assert _built(config) == ("Net", 1.0) and instantiate(config.other).out_features == 1
+    save_config(config, "config.yaml")
+    with pytest.raises(ConfigError, match=r"calls my_config\.py:loss; .* If you trust it: --allow my_config\.py"):
+        load_config("config.yaml")
+    again = load_config("config.yaml", ["model.width=6"], allow=["my_config.py"])
+    assert modules_to_allow(again) == ["my_config.py"]
+    as_in_another_process()
+    assert _built(pickle.loads(pickle.dumps(again))) == ("Net", 1.0)
+    with pytest.raises(ConfigError, match="Net has no argument 'widht'; did you mean 'width'"):
+        load_config("my_config.py", ["model.widht=5"])
+    (tmp_path / "my_config.py").unlink()
+    as_in_another_process()
+    with pytest.raises(ConfigError, match=r"there is no file my_config\.py here"):
+        instantiate(again.loss)

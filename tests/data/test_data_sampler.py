@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tensorshard.data import ShardedBatchSampler
-from tensorshard.data.sampler import permute
+from tensorshard.data.sampler import TorchOrder, permute
 
 
 def global_order(num_batches: int | None, dp_size: int, **options) -> list[int]:
@@ -172,3 +172,14 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
     options = {"num_samples": 50, "global_batch_size": 8, "dp_rank": 0, "dp_size": 4, **change}
     with pytest.raises(ValueError, match=message):
         ShardedBatchSampler(**options)
+
+
+def test_the_order_of_a_data_loader_with_a_generator():
+    generator = torch.Generator().manual_seed(3)
+    order = TorchOrder(range(10), generator)
+    loader = DataLoader(range(10), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    epochs = [[int(index) for batch in loader for index in batch] for _ in range(4)]
+    assert [order(epoch).tolist() for epoch in (0, 1, 3, 2)] == [epochs[0], epochs[1], epochs[3], epochs[2]]
+    sampler = ShardedBatchSampler(10, 4, dp_rank=1, dp_size=2, num_epochs=2, samples_consumed=10, order=order)
+    assert list(sampler) == [epochs[1][2:4], epochs[1][6:8]]
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())

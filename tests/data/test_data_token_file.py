@@ -1,5 +1,5 @@
+import json
 import pickle
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ def chunks_of(tokens: np.ndarray, size: int = 7):
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.tokens"
+    path = tmp_path / "text.npy"
     write_token_file(path, chunks_of(np.arange(100) * 3), vocab_size=1000)
     return path
 
@@ -34,12 +34,12 @@ def patch(path: Path, offset: int, content: bytes) -> None:
 def test_tokens_come_back_in_the_smallest_type(tmp_path, vocab_size, item_bytes):
     tokens = np.random.default_rng(0).integers(vocab_size, size=500)
     tokens[:2] = 0, vocab_size - 1
-    write_token_file(tmp_path / "tokens", chunks_of(tokens), vocab_size=vocab_size)
-    file = TokenFile(tmp_path / "tokens")
+    write_token_file(tmp_path / "tokens.npy", chunks_of(tokens), vocab_size=vocab_size)
+    file = TokenFile(tmp_path / "tokens.npy")
     file.verify()
     assert (len(file), file.vocab_size, file.tokens.itemsize) == (500, vocab_size, item_bytes)
-    assert (tmp_path / "tokens").stat().st_size == 64 + 500 * item_bytes
-    assert np.array_equal(file.tokens, tokens)
+    assert np.array_equal(np.load(tmp_path / "tokens.npy"), tokens)
+    assert json.loads((tmp_path / "tokens.json").read_text())["vocab_size"] == vocab_size
 
 
 @pytest.mark.parametrize("vocab_size", [0, -5, (1 << 32) + 1])
@@ -74,7 +74,7 @@ def test_a_crash_while_writing_leaves_no_file(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_token_file(tmp_path / "tokens", failing_chunks(), vocab_size=10)
+        write_token_file(tmp_path / "tokens.npy", failing_chunks(), vocab_size=10)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,7 +83,7 @@ def test_a_crash_while_overwriting_leaves_the_old_file(token_file):
     with pytest.raises(ValueError, match="Chunk 1 holds tokens from 10 to 10; with vocab_size 10 they must be 0 to 9"):
         write_token_file(token_file, [np.arange(10), np.array([10])], vocab_size=10, overwrite=True)
     assert token_file.read_bytes() == before
-    assert list(token_file.parent.iterdir()) == [token_file]
+    assert sorted(token_file.parent.iterdir()) == [token_file.with_suffix(".json"), token_file]
 
 
 @pytest.mark.parametrize(
@@ -99,21 +99,22 @@ def test_a_crash_while_overwriting_leaves_the_old_file(token_file):
 )
 def test_what_are_not_tokens_is_refused(tmp_path, chunks, message):
     with pytest.raises(ValueError, match=message):
-        write_token_file(tmp_path / "tokens", chunks, vocab_size=10)
+        write_token_file(tmp_path / "tokens.npy", chunks, vocab_size=10)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_truncated_file_is_refused(token_file):
+@pytest.mark.parametrize("size", [327, 100, 20])
+def test_a_truncated_file_is_refused(token_file, size):
     with open(token_file, "r+b") as file:
-        file.truncate(200)
-    with pytest.raises(ValueError, match="truncated: expected 264 bytes for 100 tokens, found 200"):
+        file.truncate(size)
+    with pytest.raises(ValueError, match=rf"truncated or damaged .* it has {size} bytes"):
         TokenFile(token_file)
 
 
 def test_a_file_with_something_appended_is_refused(token_file):
     with open(token_file, "ab") as file:
         file.write(b"more")
-    with pytest.raises(ValueError, match=r"followed by foreign bytes: expected 264 bytes .* found 268"):
+    with pytest.raises(ValueError, match="followed by foreign bytes: its 100 tokens end before its 332 bytes"):
         TokenFile(token_file)
 
 
@@ -124,22 +125,32 @@ def test_a_foreign_file_is_refused(tmp_path, content):
         TokenFile(tmp_path / "foreign")
 
 
-def test_another_version_is_refused(token_file):
-    patch(token_file, 8, struct.pack("<H", 2))
-    with pytest.raises(ValueError, match="of version 2; this release reads version 1"):
-        TokenFile(token_file)
+@pytest.mark.parametrize("array", [np.zeros(9), np.zeros((3, 3), dtype=np.int64), np.array(3)])
+def test_an_array_of_something_else_is_refused(tmp_path, array):
+    np.save(tmp_path / "array.npy", array)
+    with pytest.raises(ValueError, match="expected a one-dimensional array of integers"):
+        TokenFile(tmp_path / "array.npy")
 
 
-@pytest.mark.parametrize(("offset", "content"), [(10, struct.pack("<H", 4)), (24, struct.pack("<Q", 9))])
-def test_a_header_at_odds_with_itself_is_refused(token_file, offset, content):
-    patch(token_file, offset, content)
-    with pytest.raises(ValueError, match="damaged header"):
+def test_an_array_that_numpy_wrote_is_read(tmp_path):
+    np.save(tmp_path / "array.npy", np.arange(9))
+    file = TokenFile(tmp_path / "array.npy")
+    assert file.tokens.tolist() == list(range(9))
+    assert file.vocab_size is None
+    with pytest.raises(ValueError, match=r"array\.json is not there, which holds the checksum"):
+        file.verify()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"num_tokens": 9, "vocab_size": 3, "crc32": 1}'])
+def test_a_json_that_is_not_of_the_file_is_refused(token_file, content):
+    token_file.with_suffix(".json").write_text(content)
+    with pytest.raises(ValueError, match=r"text\.json (does not describe a token file|is of a file of 9 tokens)"):
         TokenFile(token_file)
 
 
 def test_verify_finds_one_changed_bit(token_file):
     last_byte = token_file.read_bytes()[-1]
-    patch(token_file, 263, bytes([last_byte ^ 1]))
+    patch(token_file, 327, bytes([last_byte ^ 1]))
     with pytest.raises(ValueError, match=r"corrupted: its tokens have the CRC-32 [0-9a-f]{8}, but were written"):
         TokenFile(token_file).verify()
 

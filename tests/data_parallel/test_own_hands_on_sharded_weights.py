@@ -299,7 +299,7 @@ def _name(value: Any) -> str:
     return value.__name__.strip("_") if callable(value) else str(value)
 
 
-@pytest.mark.parametrize("fields", [dict(), dict(dp_replicate=2)], ids=str)
+@pytest.mark.parametrize("fields", [dict(), pytest.param(dict(dp_replicate=2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=_name)
 def test_the_numbers_of_one_process(ranks, scenario, fields):
     size = 4 if "dp_replicate" in fields else 2

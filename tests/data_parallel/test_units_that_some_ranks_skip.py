@@ -115,6 +115,7 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.fast_cases("{}")
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("name", ROUTES)
 def test_parts_that_call_different_blocks(ranks, name, fields):
@@ -126,7 +127,7 @@ def test_parts_that_call_different_blocks(ranks, name, fields):
     parity.assert_same_state(state, wanted, tolerance)
 
 
-@pytest.mark.parametrize("name", ["layer drop", "in any order"])
+@pytest.mark.parametrize("name", ["layer drop", pytest.param("in any order", marks=pytest.mark.slow)])
 def test_on_four_ranks_and_with_checkpoints(ranks, name):
     losses, state = ranks(4, _train, name, dict(zero=3), True)[0]
     expected, wanted = _expected(name, 4)

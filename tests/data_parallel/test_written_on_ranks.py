@@ -120,6 +120,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.fast_cases("first batch", "queue")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world", "fields"), PLANS, ids=str)
 def test_what_a_rank_takes_from_its_own_samples_is_refused(ranks, world, fields, way):
@@ -134,7 +135,15 @@ def test_what_a_rank_takes_from_its_own_samples_is_refused(ranks, world, fields,
 
 
 @pytest.mark.parametrize("way", [*WAYS, "normalized"])
-@pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=1), dict(zero=3)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(dict(zero=0), marks=pytest.mark.slow),
+        pytest.param(dict(zero=1), marks=pytest.mark.slow),
+        dict(zero=3),
+    ],
+    ids=str,
+)
 def test_sums_over_the_ranks_are_those_of_one_process(ranks, fields, way):
     [(message, _, state), _] = ranks(2, _run, way, fields, True)
     assert message == ""

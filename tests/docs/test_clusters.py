@@ -94,6 +94,7 @@ def _same_loss(said: str, alone: str) -> bool:
     return two is not None and one is not None and two[1] == one[1]
 
 
+@pytest.mark.slow
 def test_two_machines(folder, ranks):
     """Two agents on one machine, each with one process, by the page's line."""
     text = shlex.join(_torchrun_lines()[0])
@@ -105,6 +106,7 @@ def test_two_machines(folder, ranks):
     assert _same_loss(said, ranks(1, _alone, folder)[0])
 
 
+@pytest.mark.slow
 def test_ranks_by_the_scheduler(folder, ranks):
     """Slurm's other way: no torchrun, the scheduler's numbers as ranks."""
     line = next(line for block in _BLOCKS for line in block.code.splitlines() if line.startswith("srun bash"))

@@ -14,7 +14,7 @@ from pages import blocks
 _SECONDS = 300  # DeepSpeed compiles an operator when it is first used
 
 
-@pytest.mark.parametrize("peer", ["accelerate", "deepspeed"])
+@pytest.mark.parametrize("peer", [pytest.param("accelerate", marks=pytest.mark.slow), "deepspeed"])
 def test_a_peers_lines_run(peer: str, tmp_path: Path) -> None:
     if util.find_spec(peer) is None:
         pytest.skip(f"needs {peer}")

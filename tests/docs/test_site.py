@@ -88,7 +88,7 @@ def test_every_public_name_is_in_the_reference():
         assert getattr(import_module(place), name) is getattr(import_module(module), defined), heading
 
 
-@pytest.mark.skipif(util.find_spec("mkdocs") is None, reason='needs pip install -e ".[docs]"; .ci/run builds it always')
+@pytest.mark.skipif(util.find_spec("mkdocs") is None, reason='needs ".[docs]"; .ci/run builds it always')
 def test_the_site_builds(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

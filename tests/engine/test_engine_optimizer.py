@@ -115,6 +115,7 @@ class _Updates(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow_cases("0", "2")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", _FUSED)
 def test_fused_updates_are_given_the_shards_and_compute_what_one_process_does(ranks, name, level):

@@ -99,6 +99,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow_cases("{'zero': 3, 'micro_batches': 2, 'recompute': 'full'}")
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_a_step_that_failed_on_every_rank_is_as_if_it_had_not_been(ranks, fields):
     failures = [(0, "forward"), (2, "backward"), (1, "backward"), (0, "backward"), (1, "forward")]
@@ -106,7 +107,15 @@ def test_a_step_that_failed_on_every_rank_is_as_if_it_had_not_been(ranks, fields
         assert interrupted == undisturbed
 
 
-@pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=3), dict(dp_replicate=2, zero=2)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(zero=1),
+        pytest.param(dict(zero=3), marks=pytest.mark.slow),
+        pytest.param(dict(dp_replicate=2, zero=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_same_on_four_ranks(ranks, fields):
     for interrupted, undisturbed in ranks(4, _losses, fields, [(1, "backward"), (2, "forward")]):
         assert interrupted == undisturbed

@@ -58,7 +58,15 @@ def _gpt(fields: dict[str, Any]) -> dict[str, Any]:
 NUMEL = sum(p.numel() for p in parity.build("gpt").parameters())
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "level",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_at_64_ranks(ranks, level):
     found = ranks(1, _gpt, dict(zero=level, precision="bf16", recompute="full"))[0]
     assert found["mesh"][1].split() == ["dp_shard", "degree", "64", "index", "5", "ranks", "0-63"]
@@ -66,7 +74,7 @@ def test_a_step_at_64_ranks(ranks, level):
     assert found["states"] < 2 * NUMEL / 10 if level > 0 else found["states"] == 2 * NUMEL
 
 
-@pytest.mark.parametrize(("level", "schedule"), [(1, "1f1b"), (3, "zbv")])
+@pytest.mark.parametrize(("level", "schedule"), [pytest.param(1, "1f1b", marks=pytest.mark.slow), (3, "zbv")])
 def test_a_step_of_a_pipeline_at_64_ranks(ranks, level, schedule):
     fields = dict(pp=2, tp=2, zero=level, micro_batches=4, pp_schedule=schedule, clip_grad_norm=1.0)
     found = ranks(1, _gpt, fields)[0]
@@ -75,7 +83,9 @@ def test_a_step_of_a_pipeline_at_64_ranks(ranks, level, schedule):
     assert found["with_states"]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "level", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
+)
 def test_a_hybrid_step_at_8_times_8_ranks(ranks, level):
     fields = dict(dp_replicate=8, zero=level, micro_batches=2, clip_grad_norm=1.0, recompute="selective")
     found = ranks(1, _gpt, fields)[0]
@@ -84,7 +94,7 @@ def test_a_hybrid_step_at_8_times_8_ranks(ranks, level):
     assert found["held"] < NUMEL / 6 if level == 3 else found["held"] >= NUMEL
 
 
-@pytest.mark.parametrize("level", [0, 2, 3])
+@pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_batch_normalization_and_fp16(ranks, level):
     build, loss_fn = partial(parity.build, "resnet"), parity.loss_function("resnet")
     found = ranks(1, _step, build, loss_fn, (2, 3, 16, 16), (2,), torch.long, dict(zero=level, precision="fp16"))

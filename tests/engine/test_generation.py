@@ -38,11 +38,11 @@ def _generate(kind: str, fields: dict[str, Any]) -> list[torch.Tensor]:
     ("kind", "size", "fields"),
     [
         ("llama", 2, {"zero": 3}),
-        ("llama", 2, {"tp": 2}),
+        pytest.param("llama", 2, {"tp": 2}, marks=pytest.mark.slow),
         ("llama", 2, {"pp": 2, "micro_batches": 2}),
-        ("gpt2", 4, {"tp": 2, "zero": 3}),
+        pytest.param("gpt2", 4, {"tp": 2, "zero": 3}, marks=pytest.mark.slow),
         ("mixtral", 2, {"tp": 2}),
-        ("plain", 4, {"pp": 2, "tp": 2, "micro_batches": 2}),
+        pytest.param("plain", 4, {"pp": 2, "tp": 2, "micro_batches": 2}, marks=pytest.mark.slow),
         ("plain", 2, {"zero": 3}),
     ],
 )

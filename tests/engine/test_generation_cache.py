@@ -106,12 +106,14 @@ def test_blocks_are_recomputed_without_a_cache(ranks, kind, mode):
     _check(kind, ranks(1, _train, kind, dict(recompute=mode)))
 
 
+@pytest.mark.slow_cases("t5-{'tp': 2}", "bart-{'tp': 2}")
 @pytest.mark.parametrize("fields", [dict(tp=2), dict(pp=2, micro_batches=2)], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "t5", "bart"])
 def test_stock_configs_are_split_and_cut(ranks, kind, fields):
     _check(kind, ranks(2, _train, kind, fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "bart", "gemma3"])
 def test_stock_configs_are_split_and_cut_at_once(ranks, kind):
     _check(kind, ranks(4, _train, kind, dict(pp=2, tp=2, micro_batches=2)))

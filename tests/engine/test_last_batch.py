@@ -89,16 +89,23 @@ def alone(model: nn.Module, loss_fn: Any, samples: int) -> tuple[list[float], di
     return losses, model.state_dict()
 
 
-def _trained(model: Any, loss_fn: Any, samples: int, fields: dict[str, Any]) -> tuple:
+def copied(loader: Any) -> Any:
+    """Its batches, of which no tensor is the loader's."""
+    return ((x.clone(), y.clone()) for x, y in loader)
+
+
+def _trained(model: Any, loss_fn: Any, samples: int, read: Any, fields: dict[str, Any]) -> tuple:
     engine = engine_of(model(), loss_fn=loss_fn, **fields)
     loader = engine.loader(dataset(samples), BATCH, shuffle=False)
     assert len(loader) == -(-samples // BATCH)
-    losses = [engine.step(x, y).item() for _ in range(EPOCHS) for x, y in loader]
+    losses = [engine.step(x, y).item() for _ in range(EPOCHS) for x, y in read(loader)]
     return losses, engine.full_state_dict()
 
 
-def check(ranks: Any, world: int, model: Any, loss_fn: Any, samples: int, tolerance: float = 1e-5, **fields: Any):
-    losses, state = ranks(world, _trained, model, loss_fn, samples, fields)[0]
+def check(
+    ranks: Any, world: int, model: Any, loss_fn: Any, samples: int, tolerance: float = 1e-5, read: Any = iter, **fields
+):
+    losses, state = ranks(world, _trained, model, loss_fn, samples, read, fields)[0]
     expected, expected_state = alone(model(), loss_fn, samples)
     assert losses == pytest.approx(expected, rel=tolerance)
     if "calls" in state:
@@ -106,7 +113,7 @@ def check(ranks: Any, world: int, model: Any, loss_fn: Any, samples: int, tolera
     parity.assert_same_state(state, expected_state, tolerance)
 
 
-@pytest.mark.parametrize("samples", [9, 11])
+@pytest.mark.parametrize("samples", [pytest.param(9, marks=pytest.mark.slow), 11])
 @pytest.mark.parametrize("level", LEVELS)
 def test_ranks_may_have_no_sample(ranks, level, samples):
     check(ranks, 4, Regular, squares, samples, zero=level)
@@ -131,9 +138,17 @@ def test_batch_norms_count_no_sample_twice(ranks, level):
         (4, dict(zero=3, dp_replicate=2, micro_batches=2)),
     ],
 )
-@pytest.mark.parametrize("samples", [9, 11, 14])
-def test_micro_batches_may_be_uneven(ranks, world, fields, samples):
-    check(ranks, world, Regular, squares, samples, **fields)
+@pytest.mark.parametrize(
+    "samples, read",
+    [pytest.param(9, iter, marks=pytest.mark.slow), (11, copied), pytest.param(14, list, marks=pytest.mark.slow)],
+)
+def test_micro_batches_may_be_uneven(ranks, world, fields, samples, read):
+    check(ranks, world, Regular, squares, samples, read=read, **fields)
+
+
+@pytest.mark.parametrize("world, fields", [(1, dict(micro_batches=3)), (4, dict(pp=2, micro_batches=3, zero=1))])
+def test_full_batches_may_be_uneven(ranks, world, fields):
+    check(ranks, world, Blocks, squares, 12, read=list, **fields)
 
 
 @pytest.mark.parametrize("fields", [dict(recompute="full"), dict(micro_batches=1), dict(zero=2)], ids=str)
@@ -146,9 +161,9 @@ def test_split_blocks(ranks):
 
 
 @pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=3), dict(pp_schedule="interleaved_1f1b", zero=1)], ids=str)
-@pytest.mark.parametrize("samples", [9, 11])
-def test_pipelines(ranks, samples, fields):
-    check(ranks, 4, Blocks, squares, samples, pp=2, micro_batches=4, **fields)
+@pytest.mark.parametrize("samples, read", [pytest.param(9, list, marks=pytest.mark.slow), (11, copied)])
+def test_pipelines(ranks, samples, read, fields):
+    check(ranks, 4, Blocks, squares, samples, read=read, pp=2, micro_batches=4, **fields)
 
 
 def test_pipeline_alone(ranks):
@@ -186,10 +201,10 @@ def test_evaluations(ranks, fields):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def _own_loop(samples: int, form: str) -> Any:
+def _own_loop(samples: int, form: str, read: Any = iter) -> Any:
     engine = engine_of(BatchNormalized(), zero=1)
     losses = []
-    for x, y in engine.loader(dataset(samples), BATCH, shuffle=False):
+    for x, y in read(engine.loader(dataset(samples), BATCH, shuffle=False)):
         output = engine.model(x)
         total = (output - y).square().sum() / 3
         try:
@@ -217,7 +232,10 @@ def _alone_once(samples: int) -> dict[str, torch.Tensor]:
 
 
 def test_loops_of_ones_own_refuse_means_over_unequal_shares(ranks):
-    for rank, message in enumerate(ranks(2, _own_loop, 11, "mean")):
+    for rank, message in [
+        *enumerate(ranks(2, _own_loop, 11, "mean")),
+        *enumerate(ranks(2, _own_loop, 11, "mean", list)),
+    ]:
         assert f"the mean of this rank's {2 - rank} of the epoch's last 3 samples" in message
         assert "(sum, count)" in message and "drop_last=True" in message
     parity.assert_same_state(ranks(2, _own_loop, 12, "mean")[0], _alone_once(12), 1e-5)
@@ -253,6 +271,11 @@ def _refused() -> list[str]:
     packed = engine_of(Regular()).loader(
         dataset(9), BATCH, collate_fn=lambda samples: torch.cat([x for x, _ in samples])
     )
+    few = engine_of(Regular(), micro_batches=4)
+    try:
+        few.step(*next(iter(few.loader(dataset(12), 12))))
+    except ValueError as error:
+        found.append(str(error))
     try:
         list(packed)
     except TypeError as error:
@@ -261,10 +284,11 @@ def _refused() -> list[str]:
 
 
 def test_what_cannot_be_cut_is_refused(ranks):
-    for norm, *packed in ranks(4, _refused):
+    for norm, few, packed in ranks(4, _refused):
+        assert "each of 4 data ranks 3 samples, fewer than micro_batches=4" in few and "at least 16" in few
         assert "3 samples, too few for micro_batches=2 on 2 data ranks" in norm
         assert "'norm' (BatchNorm1d)" in norm and "drop_last=True" in norm
-        assert "cannot be cut to none" in packed[0]
+        assert "cannot be cut to none" in packed
 
 
 def _resumed() -> list[int]:

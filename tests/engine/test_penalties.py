@@ -117,6 +117,7 @@ def _expected(clip: float | None) -> tuple[list[float], float, dict[str, torch.T
     return losses, (total / count).item(), model.state_dict()
 
 
+@pytest.mark.fast_cases("one", "zero0", "zero1-clip", "zero2-micro2", "zero3-micro2-clip", "tp", "offload", "pp")
 @pytest.mark.parametrize("case", PLANS)
 def test_penalties_are_those_of_one_process(ranks, case):
     world_size, fields = PLANS[case]
@@ -140,7 +141,7 @@ def _low_precision(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch
     return losses, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_in_16_bits_penalties_are_of_the_master_weights(ranks, precision):
     losses, weights = ranks(1, _low_precision, {})[0]
     for world_size, fields in ((1, {}), (2, dict(zero=1)), (2, dict(zero=3)), (2, dict(pp=2, micro_batches=2))):
@@ -159,7 +160,15 @@ def _distance_to_kept_parameters(fields: dict[str, Any]) -> tuple[float, float]:
     return tuple(engine.step(*(part[share] for part in _batch(step))).item() for step in (1, 2))
 
 
-@pytest.mark.parametrize("case", ["zero1-clip", "zero3-micro2-clip", "pp", "pp-zero3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("zero1-clip", marks=pytest.mark.slow),
+        "zero3-micro2-clip",
+        "pp",
+        pytest.param("pp-zero3", marks=pytest.mark.slow),
+    ],
+)
 def test_distance_to_copies_of_the_engines_parameters(ranks, case):
     world_size, fields = PLANS[case]
     fields = {name: value for name, value in fields.items() if name != "clip_grad_norm"}
@@ -205,7 +214,9 @@ def _messages(fields: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", ["one", "zero3-micro2-clip", "pp", "pp-interleaved"])
+@pytest.mark.parametrize(
+    "case", ["one", "zero3-micro2-clip", "pp", pytest.param("pp-interleaved", marks=pytest.mark.slow)]
+)
 def test_what_is_no_penalty_on_the_weights_is_refused_on_every_rank(ranks, case):
     world_size, fields = PLANS[case]
     for found in ranks(world_size, _messages, fields):

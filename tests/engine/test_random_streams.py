@@ -97,6 +97,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow_cases("{'zero': 0}", "{'zero': 1, 'recompute': 'full'}")
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_every_call_leaves_the_global_state_alone(ranks, fields):
     for same in ranks(2, _global_state_of_calls, fields):
@@ -149,14 +150,30 @@ def _resumed(path: Path, fields: dict[str, Any]) -> tuple[list[float], list[str]
     return losses, [m for m in heard if "random state" in m], engine.random.states()["cpu"]
 
 
-@pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=3), dict(tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(dict(zero=0), marks=pytest.mark.slow),
+        dict(zero=3),
+        pytest.param(dict(tp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_resumed_run_draws_what_the_first_would_have_drawn(ranks, tmp_path, fields):
     losses = ranks(2, _written, tmp_path / "c", fields)
     for (resumed, messages, _), expected in zip(ranks(2, _resumed, tmp_path / "c", fields), losses, strict=True):
         assert resumed == expected and not messages
 
 
-@pytest.mark.parametrize(("size", "fields"), [(1, dict(zero=0)), (2, dict(tp=2)), (4, dict(zero=2))], ids=str)
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        pytest.param(1, dict(zero=0), marks=pytest.mark.slow),
+        (2, dict(tp=2)),
+        pytest.param(4, dict(zero=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_another_layout_is_told_that_random_state_begins_anew(ranks, tmp_path, size, fields):
     ranks(2, _written, tmp_path / "c", dict(zero=1))
     found = ranks(size, _resumed, tmp_path / "c", fields)

@@ -114,7 +114,7 @@ def _refused(what: str, wrap: str) -> tuple[str, bool, bool, bool, list[float], 
     return message, same, equal, called == [1], losses, expected
 
 
-@pytest.mark.parametrize("wrap", ["module", "callable"])
+@pytest.mark.parametrize("wrap", ["module", pytest.param("callable", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_refused_module_is_as_it_was_and_good_for_another_plan(ranks, what, wrap):
     for message, same, equal, called_once, losses, expected in ranks(2, _refused, what, wrap):

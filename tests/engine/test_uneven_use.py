@@ -64,7 +64,15 @@ def _train(build: Any, fields: dict[str, Any]) -> tuple[list[float], dict[str, t
     return losses, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("fields", [dict(zero=3), dict(zero=3, micro_batches=2), dict(zero=3, dp_replicate=2)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(zero=3),
+        pytest.param(dict(zero=3, micro_batches=2), marks=pytest.mark.slow),
+        pytest.param(dict(zero=3, dp_replicate=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_zero_3_with_parameters_that_only_some_ranks_use(ranks, fields):
     world_size = 4 if "micro_batches" not in fields else 2
     losses, state = ranks(world_size, _train, Odd, fields)[0]
@@ -77,6 +85,7 @@ def test_zero_3_with_parameters_that_only_some_ranks_use(ranks, fields):
     parity.assert_same_state({name: value for name, value in state.items() if name != "calls"}, wanted, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_batch_normalization_beside_them_is_the_same_at_every_level(ranks, size):
     found = [ranks(size, _train, Branching, dict(zero=level)) for level in range(4)]
@@ -137,6 +146,7 @@ def _lone_call(kind: str) -> tuple[str, float]:
     return message, time.monotonic() - started
 
 
+@pytest.mark.fast_cases("engine.save")
 @pytest.mark.parametrize("kind", ["mean of split logits", "ranks out of step", *_LONE])
 def test_a_call_that_one_rank_makes_alone_names_itself_within_the_timeout(ranks, kind):
     found = ranks(2, _lone_call, kind)

@@ -9,7 +9,14 @@ _CLASSES = ["--backbone", "mlp", "--classes", "3001", "--features", "64", "--bat
 _FACES = ["--people", "40", "--features", "16", "--batch-size", "64", "--steps", "40", "--pairs", "400"]
 
 
-@pytest.mark.parametrize(("world_size", "states", "bytes_held"), [(1, "fp32", 8.0), (2, "bf16", 4.0), (2, "int8", 3.1)])
+@pytest.mark.parametrize(
+    ("world_size", "states", "bytes_held"),
+    [
+        pytest.param(1, "fp32", 8.0, marks=pytest.mark.slow),
+        pytest.param(2, "bf16", 4.0, marks=pytest.mark.slow),
+        (2, "int8", 3.1),
+    ],
+)
 def test_million_classes(ranks, world_size, states, bytes_held):
     printed = ranks(world_size, _run, "million_classes", *_CLASSES, "--steps", "30", "--states", states)
     losses = [float(loss) for loss in re.findall(r"^step \d+/30  loss (\S+)", printed[0], re.MULTILINE)]
@@ -39,7 +46,8 @@ def test_million_classes_of_images(ranks):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"), [(1, []), (2, ["--margin", "cosface"]), (2, ["--sample-rate", "0.5"])]
+    ("world_size", "options"),
+    [(1, []), (2, ["--margin", "cosface"]), pytest.param(2, ["--sample-rate", "0.5"], marks=pytest.mark.slow)],
 )
 def test_arcface(ranks, world_size, options):
     printed = ranks(world_size, _run, "arcface", *_FACES, *options)[0]

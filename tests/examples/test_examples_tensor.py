@@ -21,6 +21,7 @@ def _run(name: str, *arguments: str) -> str:
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saving", "options", "other"),
     [
@@ -71,6 +72,7 @@ def test_imagenet_reads_a_folder(ranks, tmp_path):
         ranks(1, _run, "imagenet", *options[:4], "--save", str(tmp_path / "no" / "run.pt"))
 
 
+@pytest.mark.slow
 def test_mingpt_is_the_same_on_any_number_of_ranks(ranks):
     tables = [
         ranks(world, _run, "mingpt_scaling", *_MINGPT, "--layers", "1", "2", *options)[0].splitlines()[2:]

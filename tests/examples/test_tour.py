@@ -8,7 +8,8 @@ import pytest
 from pages import ROOT
 
 
-@pytest.mark.skipif(util.find_spec("nbclient") is None, reason='needs pip install -e ".[docs]"; .ci/run runs it always')
+@pytest.mark.slow
+@pytest.mark.skipif(util.find_spec("nbclient") is None, reason='needs ".[docs]"; .ci/run runs it always')
 def test_the_tour_shows_what_comes_out() -> None:
     from tour import TOUR, differences
 

@@ -18,7 +18,7 @@ class CountingEngine:
         self.mesh = SimpleNamespace(rank=0, dp_rank=0, dp_size=1, dp_group=None)
         self.device = torch.device("cpu")
         self.step_count = 0
-        self.grad_norm: Tensor | None = None
+        self.grad_norm: float | None = None
         self.saved: dict[str, dict[str, Any]] = {}
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -32,8 +32,8 @@ class CountingEngine:
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.model(inputs), targets)
 
-    def save(self, path: Path, *, extra: dict[str, Any] | None = None) -> None:
-        path.mkdir(parents=True)
+    def save(self, path: Path, *, extra: dict[str, Any] | None = None, overwrite: bool = False) -> None:
+        path.mkdir(parents=True, exist_ok=overwrite)
         self.saved[path.name] = extra or {}
 
 

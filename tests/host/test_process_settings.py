@@ -68,10 +68,10 @@ _A_WORKER = "from tensorshard.trainer.launch.worker import run_worker; run_worke
 @pytest.mark.parametrize(
     ("variable", "before", "expected"),
     [
-        (None, "", ["False", "False", "False"]),
-        ("1", "", ["True", "True", "True"]),
+        pytest.param(None, "", ["False", "False", "False"], marks=pytest.mark.slow),
+        pytest.param("1", "", ["True", "True", "True"], marks=pytest.mark.slow),
         (None, _A_WORKER, ["True", "True", "True"]),
-        ("0", _A_WORKER, ["False", "False", "False"]),
+        pytest.param("0", _A_WORKER, ["False", "False", "False"], marks=pytest.mark.slow),
     ],
     ids=["the user's own process", "an option", "a worker", "a worker that may not"],
 )
@@ -351,6 +351,7 @@ print(held_memory().now >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and glibc's allocator")
 def test_what_is_given_back_is_not_held_between_steps():
     """24 MiB of weights and 48 of states are held; activations and gradients are not, unless the heap keeps them."""

@@ -264,8 +264,8 @@ def _train_under(fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"zero": 3, "recompute": "full"},
-        {"zero": 1, "recompute": "selective"},
+        pytest.param({"zero": 3, "recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param({"zero": 1, "recompute": "selective"}, marks=pytest.mark.slow),
         {"pp": 2, "micro_batches": 2},
         {"tp": 2},
         {"tp": 2, "tp_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}},

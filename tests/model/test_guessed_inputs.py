@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorshard.model.guessed_inputs import guesses_by_arguments
-from tensorshard.model.sample_inputs import example_inputs
+from tensorshard.model.sample_inputs import example_inputs, guesses_by_arguments
 
 
 class Recommender(nn.Module):

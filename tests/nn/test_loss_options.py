@@ -117,7 +117,7 @@ def _check(found: CrossEntropyOutput, expected: CrossEntropyOutput) -> None:
     assert not found.token_accuracy.requires_grad
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_values_and_gradients(ranks, size):
     ranks(size, _compare, size)
 

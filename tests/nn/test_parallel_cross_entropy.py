@@ -55,6 +55,7 @@ def _compare(group_size: int) -> None:
         torch.testing.assert_close(grad, tsd.scatter(expected_grad), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow_cases("4 ranks")
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
 def test_value_and_gradient(ranks, world_size, group_size):
     ranks(world_size, _compare, group_size)

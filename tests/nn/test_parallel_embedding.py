@@ -49,6 +49,7 @@ def _compare(group_size: int) -> None:
                 torch.testing.assert_close(full(layer.weight.grad, layer.weight), whole.weight.grad)
 
 
+@pytest.mark.fast_cases("2 ranks")
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
 def test_weights_values_and_gradients(ranks, world_size, group_size):
     ranks(world_size, _compare, group_size)

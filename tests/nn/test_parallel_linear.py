@@ -57,6 +57,7 @@ def _compare(group_size: int) -> None:
                     assert layer.bias is None
 
 
+@pytest.mark.slow_cases("4 ranks")
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
 def test_weights_values_and_gradients(ranks, world_size, group_size):
     ranks(world_size, _compare, group_size)

@@ -52,8 +52,15 @@ def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
+class _Stream(torch.cpu.Stream):
+    stream_id = device_index = device_type = 0  # which FSDP2 asks for, from torch 2.15 on
+
+
 class _Module(types.ModuleType):
     """What torch asks of a device: its answers are those of the CPU."""
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return _Stream()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)

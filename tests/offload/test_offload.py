@@ -87,6 +87,7 @@ TWO = [
 ]
 
 
+@pytest.mark.slow_cases("1-cases0")
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
 def test_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
     offload = dict(optimizer="disk", gradients="disk", path=str(tmp_path))
@@ -107,7 +108,7 @@ def test_the_same_from_a_device_whose_memory_is_not_the_hosts(ranks, tmp_path, w
     assert ranks(world_size, _both_off_device, cases, offload)[0] == []
 
 
-@pytest.mark.parametrize("parameters", [None, "disk"])
+@pytest.mark.parametrize("parameters", [None, pytest.param("disk", marks=pytest.mark.slow)])
 def test_the_same_from_such_a_device_with_sharded_parameters(ranks, tmp_path, parameters):
     offload = dict(optimizer="cpu", gradients="cpu", parameters=parameters, path=str(tmp_path))
     cases = [dict(zero=3, micro_batches=2, clip_grad_norm=0.5), dict(zero=3, precision="bf16")]
@@ -126,6 +127,7 @@ def test_the_same_with_parameters_on_disk(ranks, tmp_path, world_size):
     assert ranks(world_size, _both, PARAMETERS, offload)[0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [dict(tp=2), dict(pp=2, micro_batches=2), dict(dp_replicate=2, micro_batches=2)],
@@ -146,6 +148,7 @@ def test_the_same_with_parameters_on_disk_and_other_axes(ranks, tmp_path, fields
         assert torch.equal(found[1]["state"][name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
 def test_the_same_after_20_steps(ranks, tmp_path, world_size, cases, tier):
@@ -153,6 +156,7 @@ def test_the_same_after_20_steps(ranks, tmp_path, world_size, cases, tier):
     assert ranks(world_size, _both, cases, offload, 20)[0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=3, micro_batches=2)])
 def test_the_same_with_hybrid_sharding(ranks, tmp_path, fields):
     fields = dict(dp_replicate=2, clip_grad_norm=0.5, **fields)
@@ -160,6 +164,7 @@ def test_the_same_with_hybrid_sharding(ranks, tmp_path, fields):
     assert ranks(4, _both, [fields], offload, 20)[0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [dict(tp=2), dict(pp=2, micro_batches=2), dict(tp=2, pp=2, micro_batches=2)],
@@ -259,6 +264,7 @@ def _train_off_device(fields: dict[str, Any]) -> Any:
         return parity.train("gpt_tied", fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(tp=2, zero=0), dict(pp=2, micro_batches=2)], ids=["tp", "pp"])
 def test_the_same_from_such_a_device_with_other_axes(ranks, fields):
     fields = dict(precision="bf16", clip_grad_norm=1.1, **fields)

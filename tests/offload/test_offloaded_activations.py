@@ -105,6 +105,7 @@ def test_the_same_from_a_device_whose_memory_is_not_the_hosts(ranks, tmp_path, w
     _check(ranks(world_size, _compare_off_device, cases, dict(path=str(tmp_path), **offload)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offload", "cases"),
     [(dict(activations="cpu"), MORE[::2]), (dict(activations="disk", optimizer="disk"), MORE[1::2])],
@@ -261,7 +262,7 @@ def _fails(folder: str, call: str) -> str:
             "posix_fallocate",
             r"needs [\d,]+ bytes for this rank, and .*set offload.path to a folder on a larger disk",
         ),
-        ("pwritev", "scratch file in '{}' could not be written"),
+        pytest.param("pwritev", "scratch file in '{}' could not be written", marks=pytest.mark.slow),
         ("preadv", "scratch file in '{}' could not be read .*weights are as before it"),
     ],
     ids=["posix_fallocate", "pwritev", "preadv"],

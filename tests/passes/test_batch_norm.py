@@ -218,9 +218,9 @@ def _assert_close(found, expected, tolerance):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"zero": 0},
-        {"zero": 3, "recompute": "full"},
-        {"zero": 2, "recompute": "selective"},
+        pytest.param({"zero": 0}, marks=pytest.mark.slow),
+        pytest.param({"zero": 3, "recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "recompute": "selective"}, marks=pytest.mark.slow),
         {"dp_replicate": 2, "dp_shard": 1},
     ],
     ids=str,
@@ -236,7 +236,7 @@ def test_the_same_in_fp32(ranks):
     _assert_close(found[0], {kind: _train_alone(kind, torch.float32) for kind in NORMS}, 1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_same_in_bf16(ranks, recompute):
     kinds = [kind for kind in NORMS if kind not in ("own",)]
     found = ranks(2, _train_under, kinds, {"zero": 2, "precision": "bf16", "recompute": recompute}, torch.float32)

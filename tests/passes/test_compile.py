@@ -105,6 +105,7 @@ def test_what_is_not_compiled_is_said():
         assert f"under recompute={recompute!r} are not compiled" in sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world", "fields"),
     [

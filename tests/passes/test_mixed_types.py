@@ -187,14 +187,14 @@ def _losses(name: str | type[Mixing], fields: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(zero=0),
-        dict(zero=1),
+        pytest.param(dict(zero=0), marks=pytest.mark.slow),
+        pytest.param(dict(zero=1), marks=pytest.mark.slow),
         dict(zero=3),
-        dict(zero=3, precision="fp16"),
-        dict(zero=1, precision="fp16"),
+        pytest.param(dict(zero=3, precision="fp16"), marks=pytest.mark.slow),
+        pytest.param(dict(zero=1, precision="fp16"), marks=pytest.mark.slow),
         dict(tp=2),
         dict(pp=2, zero=0, micro_batches=2),
-        dict(zero=3, recompute="full"),
+        pytest.param(dict(zero=3, recompute="full"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

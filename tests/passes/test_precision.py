@@ -123,7 +123,15 @@ def _assert_close(found, autocast, tolerance):
             assert error <= tolerance, f"{kind}: {name} differs by {error:.1e}"
 
 
-@pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 3}, {"zero": 2, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"zero": 0}, marks=pytest.mark.slow),
+        pytest.param({"zero": 3}, marks=pytest.mark.slow),
+        {"zero": 2, "recompute": "full"},
+    ],
+    ids=str,
+)
 def test_norms_and_computed_weights_in_bf16(ranks, fields):
     found = ranks(2, _train_under, list(LAYERS), {"precision": "bf16", **fields})
     _assert_close(found[0], True, 2e-2)

@@ -69,7 +69,7 @@ def _frozen_in_turn(fields: dict[str, Any], freeze: Any) -> dict[str, torch.Tens
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("freeze", [_freeze, _freeze_by_lists])
+@pytest.mark.parametrize("freeze", [_freeze, pytest.param(_freeze_by_lists, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_freezing_stops_updates(ranks, fields, freeze):
     model = _made(())
@@ -104,7 +104,7 @@ def _unfrozen(fields: dict[str, Any], freeze: Any) -> tuple[dict[str, torch.Tens
     return gradients, losses
 
 
-@pytest.mark.parametrize("freeze", [_freeze, _freeze_by_lists])
+@pytest.mark.parametrize("freeze", [pytest.param(_freeze, marks=pytest.mark.slow), _freeze_by_lists])
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_what_is_unfrozen_gets_its_gradient(ranks, fields, freeze):
     model = _made(FIRST)

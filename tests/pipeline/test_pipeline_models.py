@@ -308,6 +308,7 @@ def _train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"losses": [*losses, engine.evaluate(*part(9, 6)).item()], "state": engine.full_state_dict()}
 
 
+@pytest.mark.slow_cases("counts", "older-weight-norm", "torch-transformer")
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_train_as_in_one_process(ranks, kind):
     expected = _alone(kind, 4)

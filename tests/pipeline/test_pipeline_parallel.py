@@ -52,6 +52,18 @@ for schedule in SCHEDULES:
 # Of each model, level, schedule and other axis one stays that is not slow.
 
 
+@pytest.mark.fast_cases(
+    "gpt",
+    "bert-padding-clip",
+    "resnet",
+    "llama-selective-zbv",
+    "gpt2-tied-clip",
+    "unet-skips",
+    "gpt-cut-inside-of-a-block",
+    "tied-1f1b",
+    "tied-interleaved_1f1b",
+    "tied-dualpipev",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_trains_as_one_process_does(ranks, case):
     kind, world_size, fields = CASES[case]
@@ -78,7 +90,7 @@ def test_bf16_stays_near_one_process_in_bf16(ranks):
     assert all(v.dtype == alone["state"][n].dtype for n, v in found["state"].items())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_recomputed_blocks_drop_what_they_dropped(ranks, schedule):
     fields = dict(pp=2, micro_batches=4, pp_schedule=schedule)
     plain = ranks(2, parity.train, "gpt_dropout", fields, STEPS)[0]
@@ -95,7 +107,9 @@ def _initial(build: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("build", [partial(GPT, 61, 16, 2, 2, 30, tie_embeddings=True), None])
+@pytest.mark.parametrize(
+    "build", [pytest.param(partial(GPT, 61, 16, 2, 2, 30, tie_embeddings=True), marks=pytest.mark.slow), None]
+)
 def test_initial_weights_do_not_depend_on_the_pipeline(ranks, build):
     alone = ranks(1, _initial, build, dict())[0]
     for world, fields in ((2, dict(pp=2, micro_batches=2)), (4, dict(pp=2, tp=2, micro_batches=2))):
@@ -137,6 +151,7 @@ def _evaluate(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.fast_cases("1f1b", "interleaved_1f1b", "zbv")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation_outputs_and_batches_of_other_sizes(ranks, schedule):
     found = ranks(2, _evaluate, "bert", dict(pp=2, micro_batches=4, pp_schedule=schedule))
@@ -185,6 +200,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", ["pp2-zero1", "zero3"])
 def test_checkpoints_go_from_any_plan_to_any_other(ranks, tmp_path, written):
     world, fields = LAYOUTS[written]
@@ -495,6 +511,7 @@ def fail_on_a_stage(folder: str) -> None:
         engine.step(torch.ones(4, 6), torch.ones(4, 6))
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_stage_ends_every_rank_with_its_traceback(tmp_path):
     with pytest.raises(WorkerFailedError) as caught:
         launch(fail_on_a_stage, [str(tmp_path)], World(2))

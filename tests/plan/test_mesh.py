@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tensorshard import Plan
-from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.mesh_coordinates import coordinates, group_ranks
-from tensorshard.plan.plan import AXES
+from tensorshard.plan.mesh import Mesh, group_ranks
+from tensorshard.plan.plan import AXES, coordinates
 
 DEGREES = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "cp": 1, "tp": 2}
 

@@ -43,7 +43,11 @@ def _estimated(fields: dict[str, Any]) -> ts.Estimate:
     )
 
 
-@pytest.mark.parametrize("fields", [dict(zero=3), dict(zero=1, precision="bf16", recompute="full")], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [dict(zero=3), pytest.param(dict(zero=1, precision="bf16", recompute="full"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_step_of_a_real_run(ranks, fields):
     measured = ranks(2, _profiled, fields)[0].rank
     estimated = ranks(1, _estimated, fields)[0].ranks[0]

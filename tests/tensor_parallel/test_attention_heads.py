@@ -12,7 +12,7 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
 from tensorshard.tensor_parallel.search.check_table import WrongTableError, check_tensor_table
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 
 CLIP = 1.0
 CASES = [
@@ -28,6 +28,7 @@ CASES = [
 # Of each model and size of tp, with sequence parallelism and without, one stays that is not slow.
 
 
+@pytest.mark.fast_cases("mixtral-2-{'tp': 2}")
 @pytest.mark.parametrize(("kind", "world_size", "fields"), CASES, ids=str)
 def test_parity_with_one_process(ranks, kind, world_size, fields):
     expected = parity.reference(kind, CLIP)
@@ -43,6 +44,7 @@ def _table(kind: str, size: int) -> dict[str, str]:
     return found.plan.to_dict()
 
 
+@pytest.mark.slow
 def test_the_tables_that_are_found():
     bloom = _table("bloom", 4)
     assert bloom["transformer.h.*.self_attention"] == "divide(num_heads, input.alibi.0/num_heads)"
@@ -86,6 +88,7 @@ def _resume(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "state": engine.full_state_dict()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_shared_heads_is_read_at_other_sizes(ranks, tmp_path):
     ranks(4, _save, str(tmp_path / "saved"))
     whole = parity.reference("llama", steps=3)

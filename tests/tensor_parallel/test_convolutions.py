@@ -104,12 +104,14 @@ def reference(kind: str) -> dict[str, Any]:
     return {"initial": initial, "losses": losses, "state": model.state_dict()}
 
 
+@pytest.mark.slow_cases("4", "unet")
 @pytest.mark.parametrize("kind", models.KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_most_weights_are_split(kind, size):
     assert table(kind, size).split_share >= LEAST_SHARES[kind]
 
 
+@pytest.mark.fast_cases("tp2-basic", "tp2-efficient", "tp2-wavenet", "tp2-volumes", "tp2_recompute-basic")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_training_as_one_process_does(ranks, name, kind):
     world_size, fields = PLANS[name]
@@ -119,6 +121,7 @@ def test_training_as_one_process_does(ranks, name, kind):
     parity.assert_same(found, expected, 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", models.KINDS_OF_TRANSFORMERS)
 def test_models_of_transformers(ranks, kind):
     found = table(kind, 2)
@@ -161,6 +164,7 @@ def continued(engine: ts.Engine) -> list[float]:
     return [first, *(engine.step(*parity.shard(engine, *batch("efficient", step))).item() for step in range(2, 4))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [(4, dict(tp=2, zero=3)), (1, {})], ids=str)
 def test_checkpoints_between_sizes_of_tp(ranks, tmp_path, written):
     world_size, fields = written
@@ -199,7 +203,7 @@ def losses(kind: str, fields: dict[str, Any], given: dict[str, str] | None) -> t
     return torch.stack([engine.step(*parity.shard(engine, *batch(kind, step))) for step in range(STEPS)])
 
 
-@pytest.mark.parametrize("kind", ["efficient", "unet"])
+@pytest.mark.parametrize("kind", ["efficient", pytest.param("unet", marks=pytest.mark.slow)])
 def test_bf16_is_near_what_one_process_computes_in_it(ranks, kind):
     alone = ranks(1, losses, kind, dict(precision="bf16"), None)[0]
     found = ranks(2, losses, kind, dict(precision="bf16", tp=2), table(kind, 2).plan.to_dict())[0]

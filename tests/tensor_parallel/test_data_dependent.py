@@ -89,6 +89,7 @@ def _train(kind: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, to
     return losses, engine.full_state_dict()
 
 
+@pytest.mark.slow_cases("translator")
 @pytest.mark.parametrize("kind", MODELS)
 def test_they_train_as_one_process_does(ranks, kind):
     results = ranks(2, _train, kind, dict(tp=2))

@@ -139,12 +139,13 @@ def penalize(kind: str, fields: dict[str, Any]) -> float:
     return distance(full, alone) if full else 0.0
 
 
+@pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_gradient_penalty(ranks, kind):
     assert ranks(2, penalize, kind, dict(tp=2))[0] < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["transformer", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("transformer", marks=pytest.mark.slow), "llama"])
 def test_a_gradient_penalty_with_parts_of_the_sequence(ranks, kind):
     assert ranks(2, penalize, kind, dict(tp=2, sequence_parallel=True))[0] < 2e-5
 
@@ -176,6 +177,6 @@ def follow_forces(fields: dict[str, Any]) -> float:
     return distance(full, alone) if full else 0.0
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_forces_inside_of_forward(ranks, sequence_parallel):
     assert ranks(2, follow_forces, dict(tp=2, sequence_parallel=sequence_parallel))[0] < 2e-5

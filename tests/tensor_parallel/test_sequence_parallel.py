@@ -27,6 +27,7 @@ CASES = [(name, kind) for name, (_, _, kinds) in MATRIX.items() for kind in kind
 # Of each model, level and recomputation one stays that is not slow; test_pipeline_parallel.py has one on eight ranks.
 
 
+@pytest.mark.fast_cases("tp2-hf_bert")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_parity_with_one_process(ranks, name, kind):
     world_size, fields, _ = MATRIX[name]
@@ -37,6 +38,7 @@ def test_parity_with_one_process(ranks, name, kind):
     torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_bf16_within_the_spread_of_reduction_orders(ranks):
     one = ranks(1, parity.train, "gpt", dict(precision="bf16"))[0]
     two = ranks(2, parity.train, "gpt", dict(precision="bf16", tp=2, sequence_parallel=True))[0]
@@ -44,8 +46,18 @@ def test_bf16_within_the_spread_of_reduction_orders(ranks):
 
 
 # Uneven sequences over four ranks are in there, and heads that four ranks cannot divide, so that attention stays whole.
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["gpt2", "phi3", "gpt_neox", "t5", "llama", "hf_vit"])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gpt2",
+        pytest.param("phi3", marks=pytest.mark.slow),
+        "gpt_neox",
+        pytest.param("t5", marks=pytest.mark.slow),
+        "llama",
+        "hf_vit",
+    ],
+)
 def test_every_block_is_found_and_agrees_by_numbers(kind, size):
     model = table_models.build(kind)
     found = find_tensor_plan(model, size, inputs=table_models.inputs(kind), sequence_parallel=True)

@@ -104,6 +104,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.fast_cases("gpt_tied", "bert", "vit", "llama", "gpt2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_automatic_table_computes_what_one_process_does(ranks, kind):
     found = find_tensor_plan(build(kind), 2)
@@ -112,7 +113,9 @@ def test_an_automatic_table_computes_what_one_process_does(ranks, kind):
         assert_same(result, whole_run(kind))
 
 
-@pytest.mark.parametrize("kind", ["gpt", "gpt2", "t5"])
+@pytest.mark.parametrize(
+    "kind", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)]
+)
 def test_four_ranks(ranks, kind):
     found = find_tensor_plan(build(kind), 4)
     for result in ranks(4, split_run, kind, found.plan.to_dict(), found.shared_inputs):
@@ -128,7 +131,7 @@ def recomputed_run(kind: str, table: dict[str, str], shared_inputs: list[tuple[s
     return results[0], {n: gathered(p.grad / 2, layouts[n]) for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["gpt", "t5"])
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("t5", marks=pytest.mark.slow)])
 def test_recomputation_repeats_what_was_computed(ranks, kind):
     found = find_tensor_plan(build(kind), 2)
     assert found.shared_inputs

@@ -40,6 +40,7 @@ CASES = [(name, kind) for name, (_, _, kinds) in (MATRIX | SHORT_MATRIX).items()
 # Of each model, level, size of tp, recomputation and number of micro-batches one stays that is not slow.
 
 
+@pytest.mark.fast_cases("tp2-gpt_tied")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_parity_with_one_process(ranks, name, kind):
     world_size, fields, _ = (MATRIX | SHORT_MATRIX)[name]
@@ -50,16 +51,21 @@ def test_parity_with_one_process(ranks, name, kind):
     torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_bf16_within_the_spread_of_reduction_orders(ranks):
     one = ranks(1, parity.train, "gpt", dict(precision="bf16"))[0]
     two = ranks(2, parity.train, "gpt", dict(precision="bf16", tp=2))[0]
     torch.testing.assert_close(torch.tensor(two["losses"]), torch.tensor(one["losses"]), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "world_size", "fields"),
-    [("llama", 4, dict(tp=2, zero=3)), ("bert", 4, dict(tp=2, zero=1, micro_batches=2)), ("gpt_101", 4, dict(tp=4))],
+    [
+        pytest.param("llama", 4, dict(tp=2, zero=3), marks=pytest.mark.slow),
+        pytest.param("bert", 4, dict(tp=2, zero=1, micro_batches=2), marks=pytest.mark.slow),
+        ("gpt_101", 4, dict(tp=4)),
+    ],
     ids=str,
 )
 def test_16_bits_are_as_exact_as_on_one_process(ranks, precision, kind, world_size, fields):
@@ -104,6 +110,7 @@ def _step(engine: ts.Engine, step: int) -> float:
     return engine.step(*parity.shard(engine, *parity.batch("llama", step))).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [(4, dict(tp=2, zero=3)), (2, dict(tp=2)), (2, dict(zero=1))], ids=str)
 def test_checkpoints_between_sizes_of_tp(ranks, tmp_path, written):
     world_size, fields = written

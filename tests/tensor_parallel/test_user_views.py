@@ -129,6 +129,7 @@ def penalize(penalty: Callable[[nn.Module], torch.Tensor], fields: dict[str, Any
     return distance(engine, alone), max(map(abs, losses), default=0.0)
 
 
+@pytest.mark.slow_cases("True", "absolute", "squares", "vectors")
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_penalty(ranks, penalty, own_loop):
@@ -137,7 +138,11 @@ def test_a_penalty(ranks, penalty, own_loop):
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(tp=2, sequence_parallel=True), dict(tp=2, recompute="full", micro_batches=2), dict(tp=2, compile=True)],
+    [
+        dict(tp=2, sequence_parallel=True),
+        dict(tp=2, recompute="full", micro_batches=2),
+        pytest.param(dict(tp=2, compile=True), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_penalty_under_other_plans(ranks, fields):
@@ -254,6 +259,7 @@ def write(change: Callable[[nn.Module, dict[str, Any]], None], fields: dict[str,
     return distance(engine, alone)
 
 
+@pytest.mark.fast_cases("clamp", "from_vector", "some_entries", "kept_views")
 @pytest.mark.parametrize("change", WRITES)
 def test_a_write(ranks, change):
     assert ranks(2, write, change, dict(tp=2))[0] < 2e-5
@@ -329,8 +335,17 @@ def differentiate(loop: Callable[..., None], fields: dict[str, Any]) -> float:
     return distance(engine, alone)
 
 
-@pytest.mark.parametrize("loop", [clip, by_hand, perturb, change_in_place, penalize_gradient])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        clip,
+        by_hand,
+        pytest.param(perturb, marks=pytest.mark.slow),
+        pytest.param(change_in_place, marks=pytest.mark.slow),
+        penalize_gradient,
+    ],
+)
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients(ranks, loop, sequence_parallel):
     assert ranks(2, differentiate, loop, dict(tp=2, sequence_parallel=sequence_parallel))[0] < 2e-5
 
@@ -351,12 +366,20 @@ def other_methods(engine: Any, model: nn.Module, optimizer: Any, x: torch.Tensor
     optimizer.step()
 
 
-@pytest.mark.parametrize("fields", [{}, dict(sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize("fields", [{}, pytest.param(dict(sequence_parallel=True), marks=pytest.mark.slow)], ids=str)
 def test_a_loss_after_a_step(ranks, fields):
     assert ranks(2, differentiate, adapt, dict(tp=2, **fields))[0] < 2e-5
 
 
-@pytest.mark.parametrize("fields", [{}, dict(recompute="full"), dict(compile=True)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        pytest.param(dict(recompute="full"), marks=pytest.mark.slow),
+        pytest.param(dict(compile=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_calls_of_methods_and_parts(ranks, fields):
     assert ranks(2, differentiate, other_methods, dict(tp=2, **fields))[0] < 2e-5
 
@@ -381,7 +404,7 @@ def _clamp(weight: torch.Tensor) -> None:
     weight[2:20].clamp_(-0.1, 0.1)
 
 
-@pytest.mark.parametrize("fields", [{}, dict(recompute="full")], ids=str)
+@pytest.mark.parametrize("fields", [{}, pytest.param(dict(recompute="full"), marks=pytest.mark.slow)], ids=str)
 def test_hooks_of_modules(ranks, fields):
     assert ranks(2, differentiate, hooked, dict(tp=2, **fields))[0] < 2e-5
 
@@ -406,12 +429,21 @@ def test_transforms_of_torch_func_are_refused(ranks):
 # -- with ZeRO 3, too --
 
 
-@pytest.mark.parametrize("change", [clamp, normalize, some_entries, average, kept_views])
+@pytest.mark.parametrize(
+    "change",
+    [
+        clamp,
+        pytest.param(normalize, marks=pytest.mark.slow),
+        some_entries,
+        pytest.param(average, marks=pytest.mark.slow),
+        pytest.param(kept_views, marks=pytest.mark.slow),
+    ],
+)
 def test_a_write_with_shards(ranks, change):
     assert ranks(4, write, change, dict(tp=2, zero=3))[0] < 2e-5
 
 
-@pytest.mark.parametrize("loop", [clip, perturb])
+@pytest.mark.parametrize("loop", [pytest.param(clip, marks=pytest.mark.slow), perturb])
 def test_gradients_with_shards(ranks, loop):
     assert ranks(4, differentiate, loop, dict(tp=2, zero=3))[0] < 2e-5
 
@@ -428,7 +460,7 @@ def refusal(call: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("own_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("penalty", [squares, head_alone])
 def test_a_penalty_with_shards_is_refused(ranks, penalty, own_loop):
     for message in ranks(4, refusal, penalize, penalty, dict(tp=2, zero=3), own_loop):

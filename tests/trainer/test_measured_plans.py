@@ -19,6 +19,7 @@ SMALL = ["quickstart", "model.num_layers=2", "model.width=32", "model.context_le
 FIXED = {"pp": 1, "tp": 1, "recompute": "none", "offload": "null", "micro_batches": 1, "dp_replicate": 1}
 
 
+@pytest.mark.slow
 def test_the_best_plans_are_run_on_this_machine_and_the_fastest_is_saved(tmp_path: Path, capsys):
     words = [*SMALL, *(f"train.plan.{name}={value}" for name, value in FIXED.items())]
     saved = tmp_path / "plan.yaml"

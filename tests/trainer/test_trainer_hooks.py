@@ -231,7 +231,7 @@ def test_the_gradient_norm_is_logged_where_there_is_one() -> None:
     notebook = Notebook()
     _trainer([LoggingHook([notebook])], engine=engine, max_steps=1).fit()
     assert "grad_norm" not in notebook.lines[1]
-    engine.grad_norm = torch.tensor(1.5)
+    engine.grad_norm = 1.5
     _trainer([LoggingHook([notebook])], engine=engine, max_steps=2).fit()
     assert notebook.lines[2]["grad_norm"] == 1.5
 
@@ -250,6 +250,33 @@ def test_checkpoints_are_saved_now_and_then_and_at_the_end_and_the_newest_are_ke
     assert directory.checkpoint_steps() == [6, 7]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
     assert engine.saved["step-6"] == {"samples_consumed": 18, "hooks": {}}
+
+
+class _Scores(Hook):
+    """Writes down a score at some steps, as evaluations do."""
+
+    def __init__(self, scores: dict[int, float]) -> None:
+        self.scores = scores
+
+    def after_step(self, trainer: Trainer, record: Any) -> None:
+        if record.step in self.scores:
+            record.metrics["score"] = self.scores[record.step]
+
+
+@pytest.mark.parametrize("best, kept", [("lowest score", 2), ("highest score", 5)])
+def test_the_best_state_is_kept_beside_the_newest(tmp_path: Path, best: str, kept: int) -> None:
+    engine = CountingEngine()
+    directory = RunDirectory(tmp_path)
+    scores = {1: 3.0, 2: 1.0, 4: float("nan"), 5: 4.0, 6: 2.0}
+    hook = CheckpointHook(directory, every=4, keep=1, best=best)
+    _trainer([_Scores(scores), hook], engine=engine, max_steps=6).fit()
+    assert engine.saved["best"]["samples_consumed"] == 3 * kept
+    assert hook.state_dict() == engine.saved["best"]["hooks"]["CheckpointHook"] == {"best": {"score": scores[kept]}}
+    assert directory.checkpoint_steps() == [6] and directory.best_checkpoint.is_dir()
+    resumed = CheckpointHook(directory, every=4, keep=1, best=best)
+    resumed.load_state_dict(hook.state_dict())
+    _trainer([_Scores({7: 3.0}), resumed], engine=engine, max_steps=7).fit()
+    assert engine.saved["best"]["samples_consumed"] == 3 * kept  # 3.0 is neither
 
 
 def test_a_last_step_that_is_saved_already_is_not_saved_again(tmp_path: Path) -> None:

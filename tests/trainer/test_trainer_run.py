@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset
 
+import pretrained_models
 from rank_pool import RankError, RankPool
 from tensorshard import Plan, cli, parallelize
 from tensorshard.commands import train
@@ -24,6 +25,7 @@ from tensorshard.config import ConfigError, load_config
 from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
+from tensorshard.trainer.initial_model import check_files
 from tensorshard.trainer.loaders import evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
@@ -111,7 +113,8 @@ def _losses(directory: Path) -> dict[int, float]:
 
 def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", output=output)
+    best = "train.save_best=lowest val_error"
+    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", best, output=output)
     assert "measured, rank" in (output / "profile" / "memory.html").read_text()
     lines = read_metrics(output / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
@@ -126,12 +129,13 @@ def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, c
     (session,) = read_sessions(output / "sessions.jsonl")
     assert (session.first_step, session.steps, session.world_size, session.device) == (1, 10, 2, "cpu")
     assert session.plan["dp_shard"] == 2 and len(session.held_before_bytes) == 2 and session.estimated_bytes is None
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-10", "step-8"]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["best", "step-10", "step-8"]
     for name in ("config.yaml", "asked.yaml", "rank0.log", "rank1.log"):
         assert (output / name).stat().st_size > 0
     assert "saved checkpoint" in (output / "rank1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
     ranks: RankPool, config: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +168,7 @@ def test_dropout_continues_where_it_was(ranks: RankPool, config: Path, tmp_path:
     assert resumed == pytest.approx({step: undisturbed[step] for step in range(5, 11)}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_one_rank_saves_and_the_resumed_run_is_the_undisturbed_one(
     ranks: RankPool, config: Path, tmp_path: Path
 ) -> None:
@@ -272,13 +277,32 @@ SMALL = (
 )
 
 
+@pytest.mark.parametrize(("name", "kind"), [("hf", "llama"), ("classifier", "bert")])
+def test_a_directory_of_transformers_is_trained(ranks: RankPool, tmp_path: Path, name: str, kind: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    directory = tmp_path / "in"
+    getattr(pretrained_models, kind)().save_pretrained(directory)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "def": 1, "self": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    size = "text.context_length=16" if name == "hf" else "text.length=16"
+    overrides = [word for word in SMALL if not word.startswith("model.")]
+    ranks(1, _run, name, *overrides, f"model.pretrained={directory}", size, output=tmp_path / "run")
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 2 and last["val_loss"] > 0 and ("val_accuracy" in last) == (name == "classifier")
+    with pytest.raises(ConfigError, match=r"model\.pretrained=DIR, a directory as Hugging Face writes it"):
+        load_config(name)
+    with pytest.raises(ConfigError, match=r"model\.pretrained=nowhere: there is no file or directory nowhere"):
+        check_files(load_config(name, ["model.pretrained=nowhere"]).model)
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt", "quickstart", "vit"])
 def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -> None:
     overrides = list(SMALL)
     if name != "vit":
         overrides.append("model.context_length=16")
     if name == "gpt":
-        tokens = tmp_path / "some.tokens"
+        tokens = tmp_path / "some.npy"
         write_token_file(tokens, [np.arange(500) % 50], vocab_size=50)
         overrides += [
             f"data.train.source={tokens}",
@@ -305,7 +329,7 @@ def _refused(config: Path, folder: Path) -> list[str]:
 
 
 def test_what_a_config_asks_for_and_cannot_be_had(ranks: RankPool, config: Path, tmp_path: Path) -> None:
-    missing = 'LazyCall(TokenDataset)(source="no.tokens", context_length=4)'
+    missing = 'LazyCall(TokenDataset)(source="no.npy", context_length=4)'
     text = CONFIG.replace("LazyCall(Sums)(count=100, seed=0)", missing)
     config.write_text("from tensorshard.data import TokenDataset\n" + text)
     (tmp_path / "file").write_text("")

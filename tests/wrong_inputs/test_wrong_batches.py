@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset, TensorDataset
 
 import tensorshard as ts
@@ -110,7 +111,8 @@ BATCHES: dict[str, Case] = {
     ),
     "no targets": (lambda e: e.usual.step(TOKENS, None), "loss_fn", "None", "torch.float32 [2, 3]"),
     "inputs of another width": (
-        lambda e: e.usual.step(torch.zeros(2, 3, dtype=torch.long), TARGETS), "mat1 and mat2", "torch.int64 [2, 3]"
+        lambda e: e.usual.step(torch.zeros(2, 3, dtype=torch.long), TARGETS), "mat1 and mat2", "torch.int64 [2, 3]",
+        "failed in '2', a Linear(in_features=16, out_features=3, bias=True)", "called with torch.float32 [2, 24]",
     ),
     "inputs by a wrong name": (lambda e: e.gpt.step({"input_idz": TOKENS}, TOKENS), "input_idz", "torch.int64 [2, 2]"),
     "one input too many": (lambda e: e.gpt.step((TOKENS, TOKENS), TOKENS), "GPT", "torch.int64 [2, 2]"),
@@ -182,6 +184,12 @@ LOOPS: dict[str, Case] = {
     ),
     "a schedule on the Engine": (lambda e: torch.optim.lr_scheduler.StepLR(e.usual, 1), "Engine"),
     "an optimizer on the Engine": (lambda e: torch.optim.SGD(e.usual, lr=0.1), "engine.optimizer"),
+    "pickle of the Engine": (lambda e: torch.save(e.usual, e.folder / "x"), "cannot be pickled", "engine.save(path)"),
+    "pickle of the model": (lambda e: torch.save(e.usual.model, e.folder / "x"), "pickle", "engine.full_state_dict()"),
+    "DDP around the model": (
+        lambda e: nn.parallel.DistributedDataParallel(e.usual.model), "laid out", "Use engine.model as it is"
+    ),
+    "FSDP around a block of it": (lambda e: fully_shard(e.usual.model[2]), "laid out", "zero=, dp_shard="),
     "calling the Engine": (lambda e: e.usual(TOKENS), "engine.model(", "engine.step(inputs, targets)"),
     "engine.parameters()": (lambda e: e.usual.parameters(), "engine.model.parameters()"),
     "engine.state_dict()": (lambda e: e.usual.state_dict(), "engine.full_state_dict()"),
@@ -225,6 +233,12 @@ LOADERS: dict[str, Case] = {
     ),
     "fewer than no workers": (lambda e: e.usual.loader(_data(), 4, num_workers=-1), "num_workers"),
     "a negative seed": (lambda e: e.usual.loader(_data(), 4, seed=-1), "seed is -1", "0 or more"),
+    "a seed as the generator": (lambda e: e.usual.loader(_data(), 4, generator=3), "generator is 3", "manual_seed(0)"),
+    "an order twice": (
+        lambda e: e.usual.loader(_data(), 4, shuffle=False, generator=torch.Generator()),
+        "shuffle=False",
+        "one of the two",
+    ),
     "a name twice": (
         lambda e: [e.usual.loader(_data(), 4, name="twice") for _ in range(2)], "'twice' already", "another name"
     ),

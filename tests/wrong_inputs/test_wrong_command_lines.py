@@ -32,7 +32,7 @@ optimizer = get_config("common/optim.py").optimizer
 scheduler = get_config("common/optim.py").scheduler
 model = LazyCall(GPT)(vocab_size=11, context_length=4, num_layers=1, num_heads=2, width=16)
 loss = LazyCall(next_token_loss, partial=True)()
-data = {"train": LazyCall(TokenDataset)(source="good.tokens", context_length=4), "validation": None}
+data = {"train": LazyCall(TokenDataset)(source="good.npy", context_length=4), "validation": None}
 """
 
 # the words of the command line, as one text or a list, and those of the sentence
@@ -50,6 +50,8 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "text for a number": ("train mine.py train.steps=many", "train.steps=many", "takes an integer"),
     "a group of keys": ("train mine.py train=3", "train is a group of keys", "train.plan=..."),
     "no steps": ("train mine.py train.steps=0", "train.steps is 0", "at least 1"),
+    "a best that is none": (["train", "mine.py", "train.save_best=val_loss"], "train.save_best", "'lowest val_loss'"),
+    "a best of nothing": (["train", "mine.py", "train.save_best=lowest val_loss"], "nothing is evaluated without"),
     "steps below 0": ("train mine.py train.steps=-5", "train.steps is -5", "at least 1"),
     "a batch that does not divide": ("train mine.py train.global_batch_size=3", "3 does not divide", "2 or 4"),
     "a level that does not exist": ("train mine.py train.plan.zero=4", "train.plan: zero is 4", "0, 1, 2 and 3"),
@@ -91,7 +93,7 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "tokenizing nothing": ("data tokenize", "at least one text file"),
     "a verb that data has not": ("data clean text.txt", "given clean text.txt", "tokenize TEXT"),
     "a text that is not there": ("data tokenize no.txt", "there is no file no.txt"),
-    "a text of nothing": ("data tokenize empty.txt --output new", "tokens", "empty"),
+    "a text of nothing": ("data tokenize empty.txt --output new", "train.npy", "empty"),
     "a share above 1": ("data tokenize text.txt --validation 2", "--validation 2", "below 1"),
     "a tokenizer that is not there": ("data tokenize text.txt --tokenizer nowhere", "no tokenizer nowhere", "'bytes'"),
     "a tokenizer that is none": ("data tokenize text.txt --tokenizer list.yaml", "list.yaml is not a tokenizer.json"),
@@ -103,10 +105,10 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 BY_WORKERS: dict[str, tuple[Any, ...]] = {
-    "tokens that are not there": ("train mine.py data.train.source=no.tokens", "data.train", "no token file", "no.tok"),
+    "tokens that are not there": ("train mine.py data.train.source=no.npy", "data.train", "no token file", "no.npy"),
     "a text for tokens": ("train mine.py data.train.source=text.txt", "data.train", "text.txt is not a token file"),
     "no validation tokens": (
-        "train mine.py data.validation._target_=tensorshard.data.TokenDataset data.validation.source=no.tokens",
+        "train mine.py data.validation._target_=tensorshard.data.TokenDataset data.validation.source=no.npy",
         "data.validation",
     ),
     "a negative rate": ("train mine.py optimizer.lr=-1", "optimizer", "learning rate: -1"),
@@ -147,8 +149,8 @@ def _write_files(folder: Path) -> None:
     for name in ("latin1.txt", "latin1.py", "latin1.yaml"):
         (folder / name).write_bytes("# café".encode("latin1"))
     (folder / "there").mkdir()
-    write_token_file(folder / "good.tokens", [np.arange(40) % 11], vocab_size=11)
-    write_token_file(folder / "there" / "train.tokens", [np.arange(9)], vocab_size=9)
+    write_token_file(folder / "good.npy", [np.arange(40) % 11], vocab_size=11)
+    write_token_file(folder / "there" / "train.npy", [np.arange(9)], vocab_size=9)
 
 
 def _started(*_: Any, **__: Any) -> None:

@@ -45,8 +45,8 @@ class Files:
         (folder / "old.pt").write_bytes(pickle.dumps({}))
         (folder / "weights.npz").write_bytes(b"")
         (folder / "text.txt").write_text("once")
-        write_token_file(folder / "good.tokens", [np.arange(20)], vocab_size=20)
-        (folder / "cut.tokens").write_bytes((folder / "good.tokens").read_bytes()[:-3])
+        write_token_file(folder / "good.npy", [np.arange(20)], vocab_size=20)
+        (folder / "cut.npy").write_bytes((folder / "good.npy").read_bytes()[:-3])
         engine = self.parallelize(self.model())
         engine.save(folder / "checkpoint")
         (folder / "damaged").mkdir()
@@ -104,11 +104,11 @@ CHECKPOINTS: dict[str, Case] = {
 }  # fmt: skip
 
 DATA: dict[str, Case] = {
-    "no such file": (lambda f: TokenDataset(f.folder / "no.tokens", 4), "there is no token file", "no.tokens"),
+    "no such file": (lambda f: TokenDataset(f.folder / "no.npy", 4), "there is no token file", "no.npy"),
     "a text": (lambda f: TokenFile(f.folder / "text.txt"), "not a token file", "write_token_file"),
-    "a file that is cut off": (lambda f: TokenFile(f.folder / "cut.tokens"), "cut.tokens is truncated"),
-    "fewer tokens than a window": (lambda f: TokenDataset(f.folder / "good.tokens", 20), "holds 20 tokens", "need 21"),
-    "a window of nothing": (lambda f: TokenDataset(f.folder / "good.tokens", 0), "context_length is 0", "at least 1"),
+    "a file that is cut off": (lambda f: TokenFile(f.folder / "cut.npy"), "truncated or damaged"),
+    "fewer tokens than a window": (lambda f: TokenDataset(f.folder / "good.npy", 20), "holds 20 tokens", "need 21"),
+    "a window of nothing": (lambda f: TokenDataset(f.folder / "good.npy", 0), "context_length is 0", "at least 1"),
     "an array of floats": (lambda f: TokenDataset(np.zeros(9), 4), "float64[9]", "array of integers"),
     "a source that is none": (lambda f: TokenDataset(9, 4), "source is a int", "token file"),
     "tokens above the vocabulary": (
@@ -116,7 +116,7 @@ DATA: dict[str, Case] = {
     ),
     "no tokens": (lambda f: write_token_file(f.folder / "x", [], vocab_size=9), "no tokens to write"),
     "a file that is there": (
-        lambda f: write_token_file(f.folder / "good.tokens", [np.array([1])], vocab_size=9), "already there"
+        lambda f: write_token_file(f.folder / "good.npy", [np.array([1])], vocab_size=9), "already there"
     ),
     "a folder that is not": (
         lambda f: write_token_file(f.folder / "no" / "x", [np.array([1])], vocab_size=9), "no/x cannot be written"

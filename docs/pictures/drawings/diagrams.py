@@ -11,12 +11,11 @@ _PLACES: dict[str, tuple[float, float, str]] = {
     "engine/": (2.5, 2, "one optimizer step"),
     "checkpoint/": (3, 3, "any plan to any plan"),
     "tensor_parallel/": (0, 3, "which layers, and how"),
-    "data_parallel/": (1, 3, "ZeRO 0 to 3"),
-    "pipeline/": (2, 3, "stages and schedules"),
+    "pipeline/": (1, 3, "stages and schedules"),
     "passes/": (0.5, 2, "what concerns one rank"),
     "layers/": (0, 4, "what split layers compute"),
     "model/": (1.25, 4, "facts about any module"),
-    "sharded/": (2.5, 4, "what the Engine sees"),
+    "data_parallel/": (2.5, 4, "ZeRO 0 to 3, ShardedModel"),
     "comm/": (1.25, 5, "collectives, shards, groups"),
 }
 IMPORTS = (  # from the left one's code to the right one's
@@ -33,13 +32,11 @@ IMPORTS = (  # from the left one's code to the right one's
     ("tensor_parallel/", "layers/"),
     ("tensor_parallel/", "model/"),
     ("data_parallel/", "model/"),
-    ("data_parallel/", "sharded/"),
     ("pipeline/", "model/"),
-    ("pipeline/", "sharded/"),
-    ("checkpoint/", "sharded/"),
+    ("pipeline/", "data_parallel/"),
+    ("checkpoint/", "data_parallel/"),
     ("layers/", "comm/"),
-    ("sharded/", "model/"),
-    ("sharded/", "comm/"),
+    ("data_parallel/", "comm/"),
 )
 _WIDE, _HIGH, _ACROSS, _DOWN = 176, 48, 196, 92  # pixels: of a box, from one to the next
 

@@ -1,7 +1,7 @@
 """A mesh of three axes, and its groups."""
 
 from drawings.svg import rectangle, svg, text
-from tensorshard.plan.mesh_coordinates import coordinates, group_ranks
+from tensorshard.plan.mesh import coordinates, group_ranks
 from tensorshard.plan.plan import AXES
 
 _DEGREES = dict.fromkeys(AXES, 1) | {"pp": 2, "dp_shard": 2, "tp": 2}

@@ -6,7 +6,6 @@ the original model, so that any other layout can read it), and ``engine.json`` f
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,15 @@ from torch.distributed.checkpoint import CheckpointException
 from tensorshard.checkpoint.parts import Part, Stored
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
+from tensorshard.common.folders import WholeFolder, recover
 from tensorshard.common.paths import read_utf8
 from tensorshard.plan.storage import TemporaryCopy
 from tensorshard.weights.files.checkpoint_files import SafeReader, read_metadata
 
 _FORMAT = 1
+
+# What a checkpoint is made of; the first tells it from other folders.
+_FILES = ("engine.json", ".metadata", "*.distcp", "config.json", "generation_config.json")
 
 
 class CheckpointManager:
@@ -48,27 +51,42 @@ class CheckpointManager:
         self._device = device
         self._make_copy = make_copy
 
-    def save(self, target: Path, extra: Any) -> None:
-        """Writes a checkpoint to the folder `target`, with `extra` beside the parts."""
+    def save(self, target: Path, extra: Any, *, overwrite: bool = False) -> None:
+        """Writes a checkpoint to the folder `target`, with `extra` beside the parts.
+
+        Args:
+            overwrite: whether an older checkpoint is replaced, once this one is complete.
+        """
         group = self._group
-        temporary = target.with_name(f".{target.name}.saving")
+        folder: WholeFolder | None = None
         meet("engine.save", group, self._device)
         entries = succeed_together(lambda: self._entries(extra), group, "engine.save")
         document: dict[str, Any] = {"format": _FORMAT}
         for part, its_entries in zip(self._parts, entries, strict=True):
             document.update(part.gather(its_entries))
         text = json.dumps({**document, "extra": extra}, indent=1)
-        decide_once(lambda: _make_folder(target, temporary), group)
+
+        def begin() -> Path:
+            nonlocal folder
+            folder = WholeFolder(target, _FILES, needed=1, kind="a checkpoint of engine.save", overwrite=overwrite)
+            try:
+                return folder.begin()
+            except OSError as error:
+                raise OSError(
+                    f"the checkpoint {target} cannot be written: {error}; nothing was written. Save to a folder that "
+                    f"this user may write to"
+                ) from error
+
+        temporary = decide_once(begin, group)
         tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}
         try:
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
         except CheckpointException as error:  # raised on every rank; its class is not derived from Exception
-            if group.rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise RuntimeError(
-                f"engine.save could not write {target}, which is not there now: {_causes(error)}"
-            ) from error
-        decide_once(lambda: self._complete_folder(target, temporary, text), group)
+            if folder is not None:
+                folder.discard()
+            left = "which is as it was" if target.exists() else "which is not there now"
+            raise RuntimeError(f"engine.save could not write {target}, {left}: {_causes(error)}") from error
+        decide_once(lambda: self._complete_folder(folder, text), group)
 
     def _entries(self, extra: Any) -> list[dict[str, Any]]:
         if not isinstance(extra, dict):
@@ -84,12 +102,12 @@ class CheckpointManager:
             ) from error
         return entries
 
-    def _complete_folder(self, target: Path, temporary: Path, document: str) -> None:
+    def _complete_folder(self, folder: WholeFolder | None, document: str) -> None:
+        assert folder is not None  # on the rank that decides
         for part in self._parts:
-            part.write_files(temporary)
-        _write_durably(temporary / "engine.json", document)
-        temporary.rename(target)
-        _sync_folder(target.parent)
+            part.write_files(folder.temporary)
+        _write_durably(folder.temporary / "engine.json", document)
+        folder.finish()
 
     def load(self, source: Path) -> dict[str, Any]:
         """Reads the checkpoint at `source`; returns its `extra`.
@@ -98,6 +116,7 @@ class CheckpointManager:
         """
         group = self._group
         meet("engine.load", group, self._device)
+        decide_once(lambda: recover(source), group)
         stored = succeed_together(lambda: self._read_description(source), group, "engine.load")
         for part in self._parts:
             part.begin_load()
@@ -132,27 +151,6 @@ class CheckpointManager:
         return stored
 
 
-def _make_folder(target: Path, temporary: Path) -> None:
-    """Makes the folder that becomes `target` once it is complete.
-
-    Raises:
-        FileExistsError: `target` is there.
-        OSError: it cannot be written.
-    """
-    if target.exists():
-        raise FileExistsError(
-            f"{target} is there already and is not overwritten; save under another name, or move it away"
-        )
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a crash
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise OSError(
-            f"the checkpoint {target} cannot be written: {error}; nothing was written. Save to a folder that this "
-            f"user may write to"
-        ) from error
-
-
 def _causes(error: CheckpointException) -> str:
     """What went wrong on which rank, in one line."""
     causes = {rank: failure[0] for rank, failure in error.failures.items()}
@@ -164,11 +162,3 @@ def _write_durably(file: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from tensorshard.common.folders import WholeFolder
 from tensorshard.common.paths import read_utf8
-from tensorshard.weights.files.export import MAX_SHARD_SIZE, check_is_new, export_all, model_from_configs
+from tensorshard.weights.files.export import MAX_SHARD_SIZE, export_all, model_from_configs, weights_folder
 from tensorshard.weights.files.weight_files import open_weight_files
 
 
@@ -18,6 +19,7 @@ def export_checkpoint(
     to: str = "hf",
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
+    overwrite: bool = False,
 ) -> None:
     """Writes the weights of `checkpoint` for programs that know nothing of tensorshard.
 
@@ -28,10 +30,11 @@ def export_checkpoint(
             one of transformers; "torch" for one file ``model.pt`` with the state dict, as ``torch.save`` writes it.
         dtype: of floating-point tensors; None for that of the master weights.
         max_shard_size: bytes in a file of safetensors, or text such as "5GB".
+        overwrite: whether an older directory of weights at `target` is replaced, once this one is complete.
 
     Raises:
         FileNotFoundError: `checkpoint` is not a checkpoint.
-        FileExistsError: `target` is there already.
+        FileExistsError: `target` is there already, and must not be replaced.
         ValueError: `to` is something else; `max_shard_size` is not a size, or `dtype` not a floating-point type; the
             checkpoint is damaged.
     """
@@ -44,29 +47,27 @@ def export_checkpoint(
     tensors = ((name, weights[name]) for name in weights)
     if to == "hf":
         model = model_from_configs(checkpoint)
-        export_all(tensors, target, model, layouts, dtype=dtype, max_shard_size=max_shard_size)
+        export_all(tensors, target, model, layouts, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
         return
-    check_is_new(target)  # before the weights are first written as safetensors
+    folder = weights_folder(target, overwrite=overwrite)  # before the weights are first written as safetensors
     # torch.save needs the whole state dict. So it is written as safetensors first: its tensors are then mapped files,
     # which take no memory.
     mapped = target.with_name(f".{target.name}.mapped")
     try:
+        shutil.rmtree(mapped, ignore_errors=True)  # left by a crash
         export_all(tensors, mapped, None, layouts, dtype=dtype, max_shard_size=max_shard_size)
         aliases = json.loads(read_utf8(checkpoint / "engine.json")).get("aliases", {})
-        _pickle(mapped, target, aliases)
+        _pickle(mapped, folder, aliases)
     finally:
         shutil.rmtree(mapped, ignore_errors=True)
 
 
-def _pickle(mapped: Path, target: Path, aliases: dict[str, str]) -> None:
+def _pickle(mapped: Path, folder: WholeFolder, aliases: dict[str, str]) -> None:
     state = {name: file[name] for file in open_weight_files(mapped) for name in file}
     state.update({alias: state[first] for alias, first in aliases.items()})
-    temporary = target.with_name(f".{target.name}.saving")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
-        torch.save(state, temporary / "model.pt")
-        temporary.rename(target)
+        torch.save(state, folder.begin() / "model.pt")
+        folder.finish()
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.discard()
         raise

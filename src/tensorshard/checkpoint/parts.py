@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.sharding import to_local
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.storage import TemporaryCopy
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.export import write_configs
 
 logger = logging.getLogger("tensorshard")

@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorshard.comm.sharded_tensors import is_split
 from tensorshard.torch_private.autograd import are_saved_tensors_hooked, is_in_backward
-from tensorshard.torch_private.ddp import active_ddp_module
+from tensorshard.torch_private.process_groups import active_ddp_module
 
 
 def ranks_averaged_by_ddp(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> int:

@@ -29,8 +29,8 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import primitives
-from tensorshard.comm.agreement import held_sizes
 from tensorshard.comm.ddp_averaging import ranks_averaged_by_ddp
+from tensorshard.comm.decisions import held_sizes
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharded_tensors import check_tensor, local_of, refuse_dtensor

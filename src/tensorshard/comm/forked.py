@@ -79,17 +79,17 @@ def run_at_once(calls: Sequence[Callable[[], _Result]]) -> Iterator[_Result]:
     forks = [_Fork(_share_of(share)) for share in shares[1:]]
     try:
         begin = time.monotonic()
-        found = [[call() for call in shares[0]]]
+        results = [[call() for call in shares[0]]]
         patience = 2 * (time.monotonic() - begin) + _PATIENCE
         for fork, share in zip(forks, shares[1:], strict=True):
             try:
-                found.append(fork.result(patience))
+                results.append(fork.result(patience))
             except TriedInVain:
-                found.append([call() for call in share])
+                results.append([call() for call in share])
     finally:
         for fork in forks:
             fork.end()
-    yield from (found[place % count][place // count] for place in range(len(calls)))
+    yield from (results[place % count][place // count] for place in range(len(calls)))
 
 
 def _cores_for_forks() -> int:
@@ -141,8 +141,8 @@ class _Fork(Generic[_Result]):
             raise kind(f"its process ended with code {code}") from None
         if not succeeded:
             raise TriedInVain(result)
-        found: _Result = result
-        return found
+        value: _Result = result
+        return value
 
     def end(self) -> None:
         """Ends the fork, whatever it is doing."""

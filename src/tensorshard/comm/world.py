@@ -1,13 +1,17 @@
-"""The world: joining its process group, and whether it is real or simulated by one process."""
+"""The world: joining its process group, whether it is real or simulated by one process, and how a process leaves it."""
 
+import atexit
 import os
+import threading
+import time
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.ends import end_after_threads
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.process_groups import simulates_gpu
 
@@ -16,6 +20,12 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 STORE_FILE = "TENSORSHARD_STORE_FILE"
 """Environment variable: the file through which processes of one machine find each other, in place of a port."""
+
+
+_PATIENCE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.005
+_QUIET_PAUSES = 4  # in a row; a thread may sleep between two calculations
+_TASKS = Path("/proc/self/task")
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:
@@ -51,11 +61,11 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if _under_torchrun() and STORE_FILE in os.environ:
+    if under_torchrun() and STORE_FILE in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ[STORE_FILE], size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    elif _under_torchrun():
+    elif under_torchrun():
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -65,7 +75,7 @@ def world_size() -> int:
     """Number of processes of the world that :func:`join_world` joins, or has joined."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
 
 
 def ranks_here() -> int:
@@ -73,7 +83,8 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
-def _under_torchrun() -> bool:
+def under_torchrun() -> bool:
+    """Whether a launcher has told this process its rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -117,3 +128,40 @@ _REAL, _SIMULATED = _RealWorld(), _SimulatedWorld()
 def world() -> World:
     """The world that this process runs in: a simulated one under a ``FakeTensorMode``, as in an estimate."""
     return _REAL if active_fake_mode() is None else _SIMULATED
+
+
+@cache
+def end_after_threads() -> None:
+    """Lets the threads of Gloo finish before the interpreter is finalized, for at most a second. Once per process.
+
+    A thread of Gloo may hold the tensors of a collective for a moment after its caller has gone on. If it lets go of
+    them while the interpreter is finalized, the process aborts ("terminate called without an active exception":
+    torch's pull request 179291), and a run that was over counts as failed. ``destroy_process_group`` here would wait
+    for ranks that have failed.
+    """
+    atexit.register(wait_for_threads)
+
+
+def wait_for_threads(patience: float = _PATIENCE_SECONDS) -> None:
+    """Waits until no other thread of this process computes, or wants to, for at most `patience` seconds."""
+    deadline, quiet = time.monotonic() + patience, 0
+    while quiet < _QUIET_PAUSES and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)  # without the interpreter's lock, which a thread needs to free a tensor
+        quiet = 0 if _another_runs() else quiet + 1
+
+
+def _another_runs() -> bool:
+    """Whether another thread runs or waits for a core; False where the kernel does not say."""
+    own = str(threading.get_native_id())
+    try:
+        tasks = [task for task in _TASKS.iterdir() if task.name != own]
+    except OSError:
+        return False
+    return any(_state(task) == "R" for task in tasks)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(") ")[2][:1]  # after the name, which may hold anything
+    except OSError:  # it has ended
+        return ""

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   tensorshard data tokenize book.txt
-      bytes, into train.tokens and validation.tokens
+      bytes, into train.npy and validation.npy
   tensorshard data tokenize *.txt --tokenizer tokenizer.json --output data
       by a tokenizer of Hugging Face's, into data/
-  tensorshard train gpt model.vocab_size=256 data.train.source=train.tokens data.validation.source=validation.tokens
+  tensorshard train gpt model.vocab_size=256 data.train.source=train.npy data.validation.source=validation.npy
       trains on them
 """
 _PIECE = 1 << 20  # characters that are tokenized at a time
@@ -30,7 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "data",
         help="turn text into token files to train on",
-        description="Writes DIR/train.tokens and DIR/validation.tokens from text files.",
+        description="Writes DIR/train.npy and DIR/validation.npy from text files.",
         usage="tensorshard data tokenize TEXT... [options]",
         epilog=_EPILOG,
         formatter_class=HelpFormat,
@@ -49,7 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="the share of each text, from its end, that goes to validation.tokens (default: 0.05)",
+        help="the share of each text, from its end, that goes to validation.npy (default: 0.05)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace token files that exist")
     parser.set_defaults(command=run, parser=parser)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         codec = find_codec(args.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)
         names = ("train", "validation") if args.validation else ("train",)
-        files = {name: folder / f"{name}.tokens" for name in names}
+        files = {name: folder / f"{name}.npy" for name in names}
         there = [str(file) for file in files.values() if file.exists() and not args.overwrite]
         if there:
             raise ConfigError(f"{there[0]} is there already; give another --output, or --overwrite")

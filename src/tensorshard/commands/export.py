@@ -45,6 +45,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="the most bytes in a file of safetensors, such as 500MB (default: 5GB)"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace weights that are in DIR, once the new ones are complete"
+    )
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -67,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     dtype = dtypes.get(args.dtype)
     size = MAX_SHARD_SIZE if args.max_shard_size is None else args.max_shard_size
     try:
-        export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=size)
+        export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=size, overwrite=args.overwrite)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error).replace("overwrite=True", "--overwrite")) from error
     files = sorted(target.iterdir())
     print(f"{target}: {', '.join(file.name for file in files)} ({sum(f.stat().st_size for f in files):,} bytes)")
     return 0

@@ -277,6 +277,7 @@ def _check_timeout(seconds: float | None) -> None:
 
 def _check(config: DictConfig, world_size: int) -> "TrainSettings":
     """Checks that `world_size` processes can run `config`, and returns its settings."""
+    from tensorshard.trainer.initial_model import check_files
     from tensorshard.trainer.settings import TrainSettings
 
     try:
@@ -287,4 +288,5 @@ def _check(config: DictConfig, world_size: int) -> "TrainSettings":
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train.plan: {error}") from error
     settings.check_batch(plan.dp_size)
+    check_files(config.model)
     return settings

@@ -21,6 +21,7 @@ from tensorshard.comm.marks import ParallelMark, get_mark
 from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.model.trains_itself import self_training
 from tensorshard.parallelize.build import open_storage, shard_model
@@ -29,7 +30,6 @@ from tensorshard.parallelize.parallelized_models import check_not_parallelized, 
 from tensorshard.parallelize.restore_on_error import RestoreOnError
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import ZERO_NAMES, Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.operators import unscale_
 from tensorshard.torch_private.optimizers import set_unscaling
 from tensorshard.weights.initial import from_module

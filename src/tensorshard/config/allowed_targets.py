@@ -4,14 +4,15 @@ A Python config is code itself, and is trusted.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from tensorshard.common.dotted_names import is_inside
 from tensorshard.config.config_error import ConfigError, MissingValueError
-from tensorshard.config.lazy import calls, find_target
+from tensorshard.config.lazy import calls, file_of_target, find_target
 
 ALLOWED = ("tensorshard", "torch.nn", "torch.optim", "torchmetrics", "transformers")
 """Modules whose functions and classes a YAML config may call."""
@@ -35,7 +36,10 @@ def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) ->
     for where, call in calls(resolved(config, source)):
         name = call["_target_"]
         key = where or "the config"
-        if (
+        if (file := file_of_target(name)) is not None:
+            if not any(Path(file).resolve() == Path(module).resolve() for module in allow):
+                raise ConfigError(_refusal(source, key, name, file))
+        elif (
             not isinstance(name, str)
             or not is_inside(name, allowed)
             or (is_inside(name, _REFUSED) and name not in allow)
@@ -43,7 +47,7 @@ def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) ->
             raise ConfigError(_refusal(source, key, name, str(name).rpartition(".")[0]))
         # A module's attributes include what it imports: torch.nn.functional.torch.hub does not belong to torch.nn.
         home = str(getattr(find_target(name, key), "__module__", None))
-        if not is_inside(home, allowed) or (is_inside(home, _REFUSED) and home not in allow):
+        if file is None and (not is_inside(home, allowed) or (is_inside(home, _REFUSED) and home not in allow)):
             raise ConfigError(_refusal(source, key, f"{name}, which is {home}'s", home))
         if call.get(_CODE_FLAG):
             raise ConfigError(
@@ -53,10 +57,12 @@ def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) ->
 
 
 def modules_to_allow(config: DictConfig) -> list[str]:
-    """The top-level modules that must be allowed before a YAML file of `config` can be read."""
+    """The top-level modules, and config files, that must be allowed before a YAML file of `config` can be read."""
     container = OmegaConf.to_container(config, resolve=True)
     names = [str(call["_target_"]) for _, call in calls(container)]
-    return sorted({name.partition(".")[0] for name in names if not is_inside(name, ALLOWED)})
+    files = {file for name in names if (file := file_of_target(name)) is not None}
+    others = [name for name in names if file_of_target(name) is None and not is_inside(name, ALLOWED)]
+    return sorted(files | {name.partition(".")[0] for name in others})
 
 
 def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False) -> Any:
@@ -71,10 +77,12 @@ def resolved(config: DictConfig, source: str, *, throw_on_missing: bool = False)
         group = error.parent_node
         target = group.get("_target_") if isinstance(group, DictConfig) else None
         raise MissingValueError(source, str(error.full_key), target) from error
+    except InterpolationToMissingValueError as error:
+        # The key itself is named by the message alone.
+        key = str(error).splitlines()[0].rpartition(" ")[2]
+        raise MissingValueError(source, key, None) from error
     except OmegaConfBaseException as error:
-        missing = isinstance(error, MissingMandatoryValue) and str(error.key) == "source"
-        hint = f"; give {error.full_key}=FILE, as `tensorshard data tokenize TEXT...` writes it" if missing else ""
-        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}{hint}") from error
+        raise ConfigError(f"{source}: {error.full_key} has no value: {str(error).splitlines()[0]}") from error
 
 
 def _refusal(source: str, key: str, name: Any, module: str) -> str:

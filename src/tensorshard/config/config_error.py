@@ -17,7 +17,8 @@ class MissingValueError(ConfigError):
 
     def __init__(self, source: str, key: str, target: str | None) -> None:
         needed = "" if target is None else f", which {target} needs"
-        super().__init__(f"{source}: {key} has no value{needed}; give it one: {key}=VALUE")
+        what = "DIR, a directory as Hugging Face writes it" if key == "model.pretrained" else "VALUE"
+        super().__init__(f"{source}: {key} has no value{needed}; give it one: {key}={what}")
         self.target = target
 
 

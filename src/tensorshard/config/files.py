@@ -20,7 +20,7 @@ from yaml import YAMLError
 from tensorshard.common.paths import read_utf8
 from tensorshard.config.allowed_targets import check_targets, resolved
 from tensorshard.config.config_error import ConfigError, suggest
-from tensorshard.config.lazy import plain
+from tensorshard.config.lazy import LazyCall, plain, run_file
 from tensorshard.config.overrides import apply_overrides
 
 ASKED = "asked"
@@ -184,10 +184,10 @@ def _read(path: Path) -> DictConfig:
 
 
 def _read_python(path: Path) -> DictConfig:
-    namespace: dict[str, Any] = {"__file__": str(path), "__name__": f"<config {path.name}>"}
     code = _text_of(path)
     try:
-        exec(compile(code, path, "exec"), namespace)
+        namespace = dict(vars(run_file(path, code)))
+        namespace.update({name: LazyCall(namespace[name], partial=partial)() for name, partial in _own(namespace)})
     except ConfigError as error:
         raise ConfigError(f"{_line_in(path, error)}: {error}") from error
     except (ConfigAttributeError, ConfigKeyError) as error:
@@ -201,6 +201,13 @@ def _read_python(path: Path) -> DictConfig:
     return OmegaConf.create(
         {name: plain(value, f"{path}: {name!r}") for name, value in namespace.items() if _is_public(name, value)}
     )
+
+
+def _own(namespace: dict[str, Any]) -> list[tuple[str, bool]]:
+    """The sections that are a function or a class itself, as in ``def loss(output, targets)``; and whether it is the
+    value, or makes it."""
+    kinds = {"model": False, "loss": True, "optimizer": True, "scheduler": True}
+    return [(name, partial) for name, partial in kinds.items() if callable(namespace.get(name))]
 
 
 def _read_yaml(path: Path) -> DictConfig:

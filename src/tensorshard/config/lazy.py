@@ -3,8 +3,11 @@
 import functools
 import inspect
 import pkgutil
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -26,7 +29,7 @@ class LazyCall:
     themselves. Required arguments may be left out: an override, or the code that instantiates, supplies them.
 
     Args:
-        target: a class, function or classmethod that can be imported by name.
+        target: a class, function or classmethod that can be imported by name, or that the config file itself defines.
         partial: instantiate to a ``functools.partial`` of `target` with these arguments instead of calling it. This is
             for optimizers, whose parameters are not known yet, and for functions that are values themselves.
 
@@ -86,25 +89,79 @@ def plain(value: Any, where: str) -> Any:
     )
 
 
-def target_name(target: Callable[..., Any]) -> str:
-    """The dotted name under which `target` can be imported.
+_OF_FILE = "tensorshard_config_"
+
+
+def run_file(path: Path, code: str | None = None) -> ModuleType:
+    """Runs a Python file as a module of its own. What it defines at its top level is found by :func:`find_target`.
+
+    Args:
+        code: the file's text, if it was read already.
 
     Raises:
-        ConfigError: there is none, as for a lambda, a local function, or a function of the config file itself.
+        Exception: any exception of the file.
+    """
+    name = _module_of(path)
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        exec(compile(path.read_text("utf-8") if code is None else code, path, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+def _module_of(path: Path) -> str:
+    return _OF_FILE + re.sub(r"\W", "_", str(path.resolve()))
+
+
+def file_of_target(name: Any) -> str | None:
+    """The file in a name such as ``my_config.py:loss``; None for names of what is in modules."""
+    return name.rpartition(":")[0] if isinstance(name, str) and ".py:" in name else None
+
+
+def _found(name: str) -> Any:
+    """What has this name, which is that of a module's attribute, or ``FILE.py:attribute``."""
+    file = file_of_target(name)
+    if file is None:
+        return pkgutil.resolve_name(name)
+    path = Path(file)
+    if not path.is_file():
+        raise ImportError(f"there is no file {file} here; the current directory is {Path.cwd()}")
+    found: Any = sys.modules.get(_module_of(path)) or run_file(path)
+    for part in name.rpartition(":")[2].split("."):
+        found = getattr(found, part)
+    return found
+
+
+def target_name(target: Callable[..., Any]) -> str:
+    """The dotted name under which `target` can be imported; for what a config file defines, ``FILE.py:name``.
+
+    Raises:
+        ConfigError: there is none, as for a lambda or a local function.
     """
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type):  # a classmethod, by the class it was taken from, which may inherit it
         name = f"{owner.__module__}.{owner.__qualname__}.{target.__name__}"
     else:
         name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', None)}"
+    if name.startswith(_OF_FILE):
+        module, _, attribute = name.partition(".")
+        path = Path(str(sys.modules[module].__file__))
+        name = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{attribute}"
     try:
-        found = pkgutil.resolve_name(name)
+        found = _found(name)
     except (ImportError, AttributeError, ValueError):
         found = None
     if found != target:
         raise ConfigError(
             f"LazyCall was given {getattr(target, '__qualname__', target)}, which cannot be found under the "
-            f"name {name}; define it at the top level of a module, so that every process can import it"
+            f"name {name}; define it at the top level of a module or of the config, so that every process can import it"
         )
     return name
 
@@ -116,8 +173,8 @@ def find_target(name: Any, where: str) -> Callable[..., Any]:
         ConfigError: it cannot be imported, or is not callable. The error says at which key (`where`) it stands.
     """
     try:
-        target = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        target = _found(name)
+    except Exception as error:  # a file may raise anything
         raise ConfigError(
             f"{where} calls {name!r}, which cannot be imported ({error}); modules are looked for among the "
             f"installed ones and in the current directory"

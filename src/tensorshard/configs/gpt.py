@@ -2,7 +2,7 @@
 
 Write them with ``tensorshard.data.write_token_file`` and name the files::
 
-    tensorshard train gpt data.train.source=train.tokens data.validation.source=validation.tokens
+    tensorshard train gpt data.train.source=train.npy data.validation.source=validation.npy
 """
 
 from tensorshard.config import LazyCall, get_config

@@ -1,9 +1,11 @@
 """The order of the data: a function of (seed, epoch, index), never of the number of ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+import torch
+from torch.utils.data import DataLoader, Sampler
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
@@ -37,6 +39,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         empty_shares: whether such a rest is a batch of its own. The last ranks then get an empty list for it,
             of which torch's ``DataLoader`` makes no batch; :meth:`tensorshard.Engine.loader` does.
         samples_consumed: samples of the stream, counted over all ranks and epochs, to skip.
+        order: gives the order of an epoch, in place of that of `seed`, such as ``TorchOrder``.
 
     Raises:
         ValueError: sizes that do not fit together; the message names ones that do.
@@ -55,6 +58,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         drop_last: bool = True,
         samples_consumed: int = 0,
         empty_shares: bool = False,
+        order: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         _check_sizes(num_samples, global_batch_size, dp_rank, dp_size)
         if seed < 0:
@@ -74,6 +78,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.num_epochs = num_epochs
         self.drop_last = drop_last
         self.samples_consumed = samples_consumed
+        self._order = order
         self._smallest = 1 if empty_shares else dp_size  # of the batches
 
         remaining = self._remaining()
@@ -125,8 +130,41 @@ class ShardedBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
                 here = epochs == epoch
-                positions[here] = permute(positions[here], self.num_samples, seed=self.seed, epoch=epoch)
+                if self._order is not None:
+                    positions[here] = self._order(epoch)[positions[here]]
+                else:
+                    positions[here] = permute(positions[here], self.num_samples, seed=self.seed, epoch=epoch)
         return positions.tolist()
+
+
+class TorchOrder:
+    """The order of ``DataLoader(dataset, shuffle=True, generator=generator)``, whose passes are complete.
+
+    Args:
+        dataset: with a length.
+        generator: in the state before the first pass; it is not changed.
+    """
+
+    def __init__(self, dataset: Any, generator: torch.Generator) -> None:
+        self._samples = range(len(dataset))
+        self._start = generator.clone_state()
+        self._generator = generator.clone_state()
+        self._epoch = -1
+        self._indices = np.empty(0, dtype=np.int64)
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        """The index of each sample of an epoch. Epochs that were not asked for are drawn, too."""
+        if epoch < self._epoch:
+            self._generator, self._epoch = self._start.clone_state(), -1
+        while self._epoch < epoch:
+            # One batch of all samples. The type of a range is no Dataset, but it has what a DataLoader needs.
+            samples: Any = self._samples
+            epochs: DataLoader[Any] = DataLoader(
+                samples, len(samples), shuffle=True, generator=self._generator, collate_fn=np.array
+            )
+            (self._indices,) = epochs
+            self._epoch += 1
+        return self._indices
 
 
 def _check_sizes(num_samples: int, global_batch_size: int, dp_rank: int, dp_size: int) -> None:

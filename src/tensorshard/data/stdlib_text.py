@@ -38,10 +38,9 @@ class StdlibText(TokenDataset):
     vocab_size = 256
 
     def __init__(self, split: Split, context_length: int, *, root: str | os.PathLike[str] | None = None) -> None:
-        if split not in ("train", "validation"):
-            raise ValueError(f'split is {split!r}; expected "train" or "validation".')
+        check_split(split)
         directory = Path(root if root is not None else sysconfig.get_path("stdlib"))
-        text = b"".join(text + b"\0" for text in _read_sources(directory, split))
+        text = b"".join(text + b"\0" for text in read_sources(directory, split))
         if not text:
             raise FileNotFoundError(
                 f"There is no text of the {split} split among the *.py files under {directory}; "
@@ -50,7 +49,18 @@ class StdlibText(TokenDataset):
         super().__init__(np.frombuffer(text, dtype=np.uint8), context_length)
 
 
-def _read_sources(root: Path, split: Split) -> Iterator[bytes]:
+def check_split(split: str) -> None:
+    """Refuses what is no split.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f'split is {split!r}; expected "train" or "validation".')
+
+
+def read_sources(root: Path, split: Split) -> Iterator[bytes]:
+    """The ``*.py`` files of a split under `root`, in the order of their names."""
     for directory, subdirectories, files in os.walk(root):
         # os.walk descends in the order that this list has afterwards.
         subdirectories[:] = sorted(set(subdirectories) - _SKIPPED_DIRECTORIES)

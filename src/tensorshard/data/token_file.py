@@ -1,37 +1,16 @@
-"""Token files: 64 bytes of header, then tokens in the smallest type that holds the vocabulary."""
+"""Token files: arrays in numpy's ``.npy`` format, of the smallest type for the vocabulary, with a JSON beside."""
 
+import json
 import os
-import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-_MAGIC = b"TSTOKENS"
-_VERSION = 1
-# Little-endian, as are the tokens: magic, version, bytes per token, CRC-32 of the tokens, number of tokens,
-# vocabulary size; padded to 64 bytes so that the tokens start on a cache line.
-_HEADER = struct.Struct("<8sHHIQQ32x")
 _CRC_CHUNK_BYTES = 1 << 24
-
-
-@dataclass(frozen=True)
-class _Header:
-    token_bytes: int
-    crc32: int
-    num_tokens: int
-    vocab_size: int
-
-    @property
-    def file_bytes(self) -> int:
-        return _HEADER.size + self.token_bytes * self.num_tokens
-
-    def pack(self) -> bytes:
-        return _HEADER.pack(_MAGIC, _VERSION, self.token_bytes, self.crc32, self.num_tokens, self.vocab_size)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -52,7 +31,9 @@ def write_token_file(
     """Write the tokens of all ``chunks``, one after the other, to ``path``.
 
     One chunk is held at a time. The file is written under a temporary name beside ``path``, flushed to the
-    disk and only then renamed, so that ``path`` is whole or absent (or the old file) at any instant.
+    disk and only then renamed, so that ``path`` is whole or absent (or the old file) at any instant. It is an array
+    that ``numpy.load`` reads. The vocabulary's size and the tokens' CRC-32 are in a small JSON file beside it, such as
+    ``train.json`` for ``train.npy``.
 
     Args:
         path: file to write, in a directory that exists.
@@ -89,7 +70,9 @@ def token_file_writer(
         yield writer
         if not writer.num_tokens:
             raise ValueError(f"There are no tokens to write to {path}: the chunks are empty or there are none.")
-        writer.write_header()
+        beside = writer.finish()
+        with _renamed_when_complete(_beside(path)) as described:
+            described.write(json.dumps(beside).encode())
 
 
 class TokenFileWriter:
@@ -106,7 +89,7 @@ class TokenFileWriter:
         self._crc32 = 0
         self._chunks = 0
         self.num_tokens = 0
-        file.write(bytes(_HEADER.size))
+        self._write_header()
 
     def write(self, chunk: np.ndarray) -> None:
         """Adds the tokens of a one-dimensional integer array.
@@ -121,42 +104,42 @@ class TokenFileWriter:
         self._chunks += 1
         self.num_tokens += chunk.size
 
-    def write_header(self) -> None:
-        """Writes the header, at the beginning of the file. This is the last call."""
+    def finish(self) -> dict[str, int]:
+        """Writes the header of the whole file. This is the last call. Returns what the JSON beside holds."""
         self._file.seek(0)
-        self._file.write(_Header(self._dtype.itemsize, self._crc32, self.num_tokens, self._vocab_size).pack())
+        self._write_header()
+        return {"vocab_size": self._vocab_size, "num_tokens": self.num_tokens, "crc32": self._crc32}
+
+    def _write_header(self) -> None:
+        """Its length does not depend on the number of tokens, as numpy leaves room for a longer first dimension."""
+        described = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.num_tokens,)}
+        np.lib.format.write_array_header_1_0(self._file, described)
 
 
 class TokenFile:
-    """A token file, opened by memory map: nothing is read until it is used.
+    """A file of tokens, opened by memory map: nothing is read until it is used.
 
     Args:
-        path: a file written by ``write_token_file``.
+        path: a file written by ``write_token_file``, or any one-dimensional array of integers in a ``.npy`` file.
 
     Attributes:
-        tokens: read-only unsigned array ``[num_tokens]``.
-        vocab_size: tokens are ``0`` to ``vocab_size - 1``.
+        tokens: read-only array of integers ``[num_tokens]``.
+        vocab_size: tokens are ``0`` to ``vocab_size - 1``; None if there is no JSON beside the file.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: not a token file, one of another version, or of another length than its header says.
+        ValueError: no such array, a file that is cut off, or a JSON beside it that is of another file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        self._header = _read_header(self.path)
-        self.vocab_size = self._header.vocab_size
-        self.tokens: np.ndarray = np.memmap(
-            self.path,
-            dtype=token_dtype(self.vocab_size),
-            mode="r",
-            offset=_HEADER.size,
-            shape=(self._header.num_tokens,),
-        )
+        self.tokens = _open(self.path)
+        self._described = _described(self.path, len(self.tokens))
+        self.vocab_size: int | None = self._described.get("vocab_size")
 
     def __len__(self) -> int:
         """Number of tokens."""
-        return self._header.num_tokens
+        return len(self.tokens)
 
     def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path]]:
         # A memory map pickles as a copy of the data; a data loader's worker opens the file instead.
@@ -166,16 +149,19 @@ class TokenFile:
         """Read the whole file and compare its checksum with the one it was written with.
 
         Raises:
-            ValueError: they differ.
+            ValueError: they differ, or there is no JSON beside the file.
         """
+        written = self._described.get("crc32")
+        if written is None:
+            raise ValueError(f"{_beside(self.path)} is not there, which holds the checksum of {self.path.name}.")
         crc32 = 0
         step = _CRC_CHUNK_BYTES // self.tokens.itemsize
         for start in range(0, len(self), step):
             crc32 = zlib.crc32(self.tokens[start : start + step].data, crc32)
-        if crc32 != self._header.crc32:
+        if crc32 != written:
             raise ValueError(
                 f"{self.path} is corrupted: its tokens have the CRC-32 {crc32:08x}, "
-                f"but were written with {self._header.crc32:08x}. Write the file again."
+                f"but were written with {written:08x}. Write the file again."
             )
 
 
@@ -211,34 +197,51 @@ def _check_chunk(chunk: np.ndarray, number: int, vocab_size: int) -> None:
         )
 
 
-def _read_header(path: Path) -> _Header:
+def _beside(path: Path) -> Path:
+    """The JSON file that describes the token file `path`."""
+    return path.with_suffix(".json") if path.suffix == ".npy" else path.with_name(f"{path.name}.json")
+
+
+def _open(path: Path) -> np.ndarray:
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no token file {path}; `tensorshard data tokenize TEXT...` writes them, and so does "
             f"tensorshard.data.write_token_file."
         )
     with open(path, "rb") as file:
-        packed = file.read(_HEADER.size)
-        found_bytes = os.fstat(file.fileno()).st_size
-    if len(packed) < _HEADER.size or not packed.startswith(_MAGIC):
+        begins = file.read(len(np.lib.format.MAGIC_PREFIX))
+    size = path.stat().st_size
+    if begins != np.lib.format.MAGIC_PREFIX:
         raise ValueError(
-            f"{path} is not a token file: expected {_HEADER.size} bytes of header that begin with "
-            f"{_MAGIC!r}, found {found_bytes} bytes that begin with {packed[: len(_MAGIC)]!r}. "
-            "Token files are made by write_token_file."
+            f"{path} is not a token file: expected an array of numpy's .npy format, found {size} bytes that begin with "
+            f"{begins!r}. Token files are made by write_token_file, and by `tensorshard data tokenize`."
         )
-    _, version, token_bytes, crc32, num_tokens, vocab_size = _HEADER.unpack(packed)
-    if version != _VERSION:
-        raise ValueError(f"{path} is a token file of version {version}; this release reads version {_VERSION}.")
-    header = _Header(token_bytes, crc32, num_tokens, vocab_size)
-    if token_bytes != token_dtype(vocab_size).itemsize or num_tokens == 0:
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error}; it has {size} bytes). Write it again.") from error
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
-            f"{path} has a damaged header: {num_tokens} tokens of {token_bytes} bytes "
-            f"for a vocabulary of {vocab_size}. Write the file again."
+            f"{path} holds {tokens.dtype}{list(tokens.shape)}; expected a one-dimensional array of integers."
         )
-    if found_bytes != header.file_bytes:
-        what = "truncated" if found_bytes < header.file_bytes else "followed by foreign bytes"
+    if tokens.offset + tokens.nbytes != size:
+        raise ValueError(f"{path} is followed by foreign bytes: its {len(tokens)} tokens end before its {size} bytes.")
+    return tokens
+
+
+def _described(path: Path, num_tokens: int) -> dict[str, int]:
+    """What the JSON beside a token file says; nothing if there is none."""
+    beside = _beside(path)
+    if not beside.is_file():
+        return {}
+    try:
+        described = json.loads(beside.read_text())
+        counted = described["num_tokens"]
+        known = {name: int(described[name]) for name in ("vocab_size", "crc32")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{beside} does not describe a token file ({error!r}). Write {path.name} again.") from error
+    if counted != num_tokens:
         raise ValueError(
-            f"{path} is {what}: expected {header.file_bytes} bytes for {num_tokens} tokens, "
-            f"found {found_bytes}. Write the file again."
+            f"{beside} is of a file of {counted} tokens, and {path.name} has {num_tokens}. Write it again."
         )
-    return header
+    return known

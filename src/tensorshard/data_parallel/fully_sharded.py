@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.collectives import all_gather_into, is_gloo, reduce_scatter_into
 from tensorshard.data_parallel.gathered_reads import GatheredReads
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
+from tensorshard.data_parallel.sharded_model import ParameterSplit, ShardedModel
 from tensorshard.data_parallel.unit_calls import UnitCalls
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.data_parallel.written_values import WrittenShards
@@ -31,7 +32,6 @@ from tensorshard.model.trains_itself import call_before_methods, self_training
 from tensorshard.passes.precision import autocast, compute_dtype, master_dtype, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import Place, Storage, TakeGradient, UpdateProgress
-from tensorshard.sharded.sharded_model import ParameterSplit, ShardedModel
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.fsdp import (
     AllGather,

@@ -113,7 +113,7 @@ class ReplicatedGradients:
         self._in_step = False
 
     def begin_micro_batch(self, last: bool, *, average: bool) -> None:
-        """See :meth:`~tensorshard.sharded.sharded_model.ShardedModel.begin_micro_batch`."""
+        """See :meth:`~tensorshard.data_parallel.sharded_model.ShardedModel.begin_micro_batch`."""
         self._final = last
         self._last = last or (self._level == 2 and self._groups.shard is not None)
         self._complete = False

@@ -171,7 +171,7 @@ class ShardedGradients:
             if has_gradient(member):
                 self._used.add(sharded_parameter(member))
             elif reduces_gradients(fsdp_group):
-                unsharded.grad = torch.zeros_like(unsharded)
+                unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
 
     def _enter_backward(self) -> None:
         if not self._in_backward:

@@ -10,7 +10,7 @@ from torch import nn
 from tensorshard.comm import groups, primitives
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharded_tensors import own_group
-from tensorshard.torch_private.ddp import ddp_ignored, set_ddp_ignored
+from tensorshard.torch_private.process_groups import ddp_ignored, set_ddp_ignored
 
 # Attribute of the parameters whose gradients a hook averages over the data-parallel group already.
 _AVERAGED = "_tensorshard_averaged"

@@ -1,26 +1,33 @@
 """The Engine: one optimizer step under any plan."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 
+from tensorshard.comm.call_watch import CallWatch
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.generation import Generator
-from tensorshard.engine.gradients import FinalGradients, LossScaler, NonFiniteLossError
+from tensorshard.engine.gradients import FinalGradients, GradientNorm, LossScaler, NonFiniteLossError
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.coupled_samples import CoupledSamples
 from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
+from tensorshard.engine.guards.own_collectives import OwnCollectives
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
+from tensorshard.engine.guards.uneven_means import UnevenMeans
+from tensorshard.engine.last_batch import EqualShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.manual_loop import ManualLoop
+from tensorshard.engine.measures import Metrics, check_loader, gathered_batches, pair
+from tensorshard.engine.model_loss import MeansWithoutGraphs, model_loss
 from tensorshard.engine.optimizer import (
     OptimizerFactory,
     StepCounter,
@@ -31,7 +38,7 @@ from tensorshard.engine.optimizer import (
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.engine.state import StateMethods
-from tensorshard.engine.step import StepAgain, StepRunner, WholeModelStepRunner
+from tensorshard.engine.step import StepAgain, StepLoss, StepRunner, WholeModelStepRunner
 from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.buffers import BufferValues, Registration
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
@@ -41,7 +48,6 @@ from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.compilation import explained_compilation
 
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
@@ -50,6 +56,8 @@ __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
 _SMALL_BYTES = 1 << 20
 
 LossFunction = Callable[[Any, Any], Any]
+
+_NOTHING = object()  # in place of targets, which may be None
 
 
 class Engine(LoopMethods, StateMethods):
@@ -105,7 +113,8 @@ class Engine(LoopMethods, StateMethods):
         self._steps = StepCounter(heap, warns=mesh.rank == 0)
         self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
-        objective = Objective(loss_fn, plan.precision, device, sharded.calling_user)
+        self._means = UnevenMeans(mesh, plan.micro_batches)
+        objective = Objective(loss_fn, plan.precision, device, sharded.calling_user, self._means)
         self._penalties = Penalties(sharded, mesh, device)
         self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
@@ -114,7 +123,9 @@ class Engine(LoopMethods, StateMethods):
         self._cache = cache
         self._check_samples = debug  # before the first step
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
+        self._own_collectives = OwnCollectives(plan)
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
+            surround_root(sharded.model, RootRole.OWN_COLLECTIVES, self._own_collectives.watched)
             surround_root(sharded.model, RootRole.RANDOM_STREAMS, random.installed)
             surround_root(sharded.model, RootRole.CACHE_OFF, partial(cache.off_in_training, sharded.model))
             if self._compile_log is not None:
@@ -124,6 +135,7 @@ class Engine(LoopMethods, StateMethods):
                 RootRole.TRANSFERS,
                 after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
+        self._watch = CallWatch(mesh.groups(), device, internal=StepAgain)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
         self._optimizer = build_optimizer(optimizer, trained, own_rules)
@@ -135,7 +147,7 @@ class Engine(LoopMethods, StateMethods):
             self._optimizer, optimizer, own_rules, sharded, reserved=self._update.reserves_states
         )
         batch_buffers = BatchBuffers(sharded, mesh, device)
-        self._step_runner.watch_loaders(self.loaders.by_name, batch_buffers.note_stand_ins)
+        self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
         complete_update(
             self._optimizer,
             sharded,
@@ -148,7 +160,8 @@ class Engine(LoopMethods, StateMethods):
             ),
             after=self._gather_updated,
         )
-        self._forwards = ManualForwards(sharded, plan, mesh, device)
+        self._shares = EqualShares(self.loaders, mesh)
+        self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares, self._means)
         self._manual_loop = ManualLoop(
             sharded,
             self._optimizer,
@@ -161,6 +174,8 @@ class Engine(LoopMethods, StateMethods):
             self._trained,
             self._changes,
             self._steps,
+            self._watch,
+            self._means,
         )
         guard_state_dicts(sharded, plan)
         if plan.pp > 1 or any(count > 1 for count in sharded.num_shards().values()):
@@ -185,14 +200,14 @@ class Engine(LoopMethods, StateMethods):
             the same on every rank.
 
         Raises:
-            ValueError: the batch does not split into ``plan.micro_batches`` and is not an epoch's last one, as
-                :meth:`loader` gives it; ranks that differ only along tp, cp or pp
-                pass different batches; the loss does not depend on the model.
+            ValueError: the batch does not split into ``plan.micro_batches`` equal parts. One of :meth:`loader` may be
+                uneven, if each rank has a sample of it for each micro-batch, or it is the epoch's last, smaller one.
+                Ranks that differ only along tp, cp or pp pass different batches; the loss does not depend on the model.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite, on any rank.
 
         If every rank raises before the update, then weights, optimizer, buffers (running statistics too) and random
-        streams are as before, and training can go on. If only one rank raises, the others raise after the timeout of
-        their groups, and the process group cannot be used any more.
+        streams are as before, and training can go on. If only one rank raises, the others raise within seconds and
+        name it (on NCCL, after the timeout of their groups), and the process group cannot be used any more.
         """
         before = self._buffers_before()
         self._manual_loop.forget()
@@ -223,7 +238,7 @@ class Engine(LoopMethods, StateMethods):
         self._check_samples = False
         with self._evaluation_mode():
             check_independent_samples(
-                partial(self._step_runner.evaluate, micro_batches=self.plan.micro_batches),
+                lambda *batch: self._step_runner.evaluate(*batch, micro_batches=self.plan.micro_batches).mean,
                 self.mesh,
                 inputs,
                 targets,
@@ -236,7 +251,11 @@ class Engine(LoopMethods, StateMethods):
         self._trained.check()
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
-        loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        self._means.begin()
+        self._means.note_batch((inputs, targets))
+        with self._own_collectives.watched() if self.plan.pp > 1 else nullcontext():
+            loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
+        self._means.compare()
         self.storage.check_transfers(of_update=True)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:
@@ -261,14 +280,72 @@ class Engine(LoopMethods, StateMethods):
         return self._heap is not None and self._heap.keeps
 
     @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """L2 norm of the whole model's gradient in the last step, before clipping; None if not measured."""
-        return self._gradients.norm
+    def grad_norm(self) -> GradientNorm | None:
+        """L2 norm of the whole model's gradient in the last step, before clipping: a float, the same on every rank.
+
+        None if not measured. Reading it waits for the device, and is no collective.
+        """
+        norm = self._gradients.norm
+        return None if norm is None else GradientNorm(norm)
+
+    @overload
+    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor: ...
+
+    @overload
+    def evaluate(self, inputs: Iterable[Any], *, metrics: None = None) -> torch.Tensor: ...
+
+    @overload
+    def evaluate(self, inputs: Iterable[Any], *, metrics: Any) -> Any: ...
 
     @torch.no_grad()
-    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """The mean loss over the global batch, in evaluation mode: a scalar, the same on every rank."""
-        with self._call("evaluate"), self._cache.off(), self._evaluation_mode():
+    def evaluate(self, inputs: Any, targets: Any = _NOTHING, *, metrics: Any = None) -> Any:
+        """The mean loss over a batch, or the loss or metrics over all batches of a loader, in evaluation mode.
+
+        ::
+
+            loss = engine.evaluate(inputs, targets)
+            loss = engine.evaluate(loader)
+            accuracy = engine.evaluate(loader, metrics=torchmetrics.classification.MulticlassAccuracy(10))
+            found = engine.evaluate(loader, metrics={"accuracy": ..., "confusion": ...})
+
+        Each sample counts once, on any number of ranks: take ``engine.loader(dataset, batch_size, shuffle=False)``.
+        Every rank calls it. For `metrics`, each rank gets the outputs and targets of all data ranks.
+
+        Args:
+            inputs: this data rank's inputs, as for :meth:`step`; or a loader of batches ``(inputs, targets)``, without
+                `targets`.
+            targets: this data rank's targets.
+            metrics: an object with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as torchmetrics has
+                them, or a dict of such by name. It is reset before and afterwards. Modules are moved to the Engine's
+                device.
+
+        Returns:
+            The mean loss over the global batch, or over all samples of the loader (weighted by the counts if loss_fn
+            returns sums and counts): a scalar, the same on every rank. With `metrics`, what their ``compute()``
+            returns, or a dict of that by name.
+
+        Raises:
+            TypeError: a batch without targets; a loader's batch is not a pair; something in `metrics` is no metric.
+            ValueError: the loader fills up its last batch with samples that it has given already.
+        """
+        if targets is _NOTHING:
+            check_loader(inputs)
+            if metrics is not None:
+                batches = gathered_batches(inputs, self.predict, self._step_runner.batches, self.mesh, self.device)
+                return Metrics(metrics, self.device).evaluate(batches)
+            losses = [self._evaluate(*pair(batch)) for batch in inputs]
+            if not losses:
+                raise ValueError("engine.evaluate was given a loader without a batch; it needs at least one")
+            counts = torch.stack([loss.count for loss in losses])
+            means = torch.stack([loss.mean for loss in losses])
+            return ((means * counts).sum() / counts.sum()).to(means.dtype)
+        if metrics is not None:
+            raise TypeError("engine.evaluate was given targets and metrics; metrics are those of a loader's batches")
+        return self._evaluate(inputs, targets).mean
+
+    def _evaluate(self, inputs: Any, targets: Any) -> StepLoss:
+        counts = MeansWithoutGraphs() if self.loss_fn is model_loss else nullcontext()
+        with self._call("evaluate"), self._cache.off(), self._evaluation_mode(), counts:
             self._finish_update()
             loss = self._step_runner.evaluate(inputs, targets)
             self.storage.check_transfers()
@@ -347,7 +424,7 @@ class Engine(LoopMethods, StateMethods):
         """The context of each call of the Engine that runs the model."""
         compiling = nullcontext() if self._compile_log is None else self._compile_log.watched()
         with (
-            explained(f"engine.{name}"),
+            explained(f"engine.{name}", self._watch, counted=name in ("step", "evaluate")),
             explained_compilation(),
             self.random.installed(),
             self._forwards.inside_engine_call(),

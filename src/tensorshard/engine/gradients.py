@@ -11,10 +11,10 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.sharding import local_gradients, scale_gradients
 from tensorshard.comm.world import world
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Update
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.operators import foreach_norm
 from tensorshard.torch_private.tensors import count_gradient_hooks
 
@@ -68,6 +68,14 @@ class LossScaler:
 
 class NonFiniteLossError(FloatingPointError):
     """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken."""
+
+
+class GradientNorm(float):
+    """The norm of a gradient: a number. Its ``item()`` is for code that expects a tensor."""
+
+    def item(self) -> float:
+        """The number."""
+        return float(self)
 
 
 class HookHandle:

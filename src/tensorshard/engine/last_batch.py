@@ -5,15 +5,16 @@ micro-batch, since forward and backward hold collectives. A rank without a sampl
 is in no loss, gradient or batch statistic.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.engine.loader import EngineLoader
+from tensorshard.engine.loader import EngineLoader, EngineLoaders
 from tensorshard.model.batches import batch_size, split_batch, split_into, split_unevenly, to_device
 from tensorshard.model.buffers import STATISTICS
 from tensorshard.plan.mesh import Mesh
@@ -49,59 +50,95 @@ class ShortBatches:
     """Cuts batches into micro-batches, also an epoch's last one.
 
     Args:
-        loaders: the Engine's. They know, on every rank at the same time, that their batch is smaller than others.
+        loaders: the Engine's. They know, on every rank at the same time, how many samples each rank has of a batch.
         stand_ins: called, on every rank, before a step in which a sample stands in on some rank.
     """
 
-    def __init__(self, mesh: Mesh, loaders: Mapping[str, EngineLoader], stand_ins: Callable[[], None]) -> None:
+    def __init__(self, mesh: Mesh, loaders: EngineLoaders, stand_ins: Callable[[], None]) -> None:
         self._stand_ins = stand_ins
         self._mesh = mesh
         self._loaders = loaders
 
     def split(self, inputs: Any, targets: Any, micro_batches: int, *, all_of_them: bool) -> list[MicroBatch]:
-        """The micro-batches of a step. For an epoch's last batch this is a collective of the data ranks.
+        """The micro-batches of a step. For an epoch's last batch this may be a collective of the data ranks.
 
         Args:
             all_of_them: whether there must be that many, also of a smaller batch.
 
         Raises:
-            ValueError: a batch of full size cannot be cut into equal parts.
+            ValueError: a batch that no loader handed out cannot be cut into equal parts; a loader's full batch has too
+                few samples.
         """
-        if not self._is_short:
+        found, is_short = self._shares(inputs, targets)
+        if found and not is_short and min(found) < micro_batches:
+            raise ValueError(
+                f"a batch of engine.loader gives each of {len(found)} data ranks {min(found)} samples, fewer than "
+                f"micro_batches={micro_batches}: give it a batch_size of at least {len(found) * micro_batches}, or set "
+                f"micro_batches to at most {min(found)}"
+            )
+        if not found:
             return [MicroBatch(*part) for part in split_batch(inputs, targets, micro_batches)]
-        sizes, sample = self._exchanged(inputs, targets)
         if not all_of_them:
-            micro_batches = min(micro_batches, max(sizes))
-        if min(sizes) < micro_batches:
+            micro_batches = min(micro_batches, max(found))
+        if min(found) < micro_batches:
             self._stand_ins()
-        return self._filled(inputs, targets, micro_batches, sample)
+        return self._filled(inputs, targets, micro_batches, self._sample(inputs, targets, found))
 
     def split_for_evaluation(self, inputs: Any, targets: Any, micro_batches: int) -> list[MicroBatch]:
-        """At most `micro_batches`, whose sizes differ by one at most. For an epoch's last batch this is a collective of
-        the data ranks."""
-        if not self._is_short:
+        """At most `micro_batches`, whose sizes differ by one at most. For an epoch's last batch this may be a
+        collective of the data ranks."""
+        found, _ = self._shares(inputs, targets)
+        if not found:
             return [MicroBatch(*part) for part in split_unevenly(inputs, targets, micro_batches)]
-        sizes, sample = self._exchanged(inputs, targets)
-        return self._filled(inputs, targets, max(1, min(micro_batches, max(sizes))), sample)
+        parts = max(1, min(micro_batches, max(found)))
+        return self._filled(inputs, targets, parts, self._sample(inputs, targets, found))
 
-    @property
-    def _is_short(self) -> bool:
-        return any(loader.short is not None for loader in self._loaders.values())
+    def filled_up(self, batch: Any) -> tuple[Any, Any, int] | None:
+        """Inputs of as many samples as the data rank with the most has, this rank's targets, and the number of its
+        own samples. None if no rank has a batch. A collective of the data ranks.
 
-    def _exchanged(self, inputs: Any, targets: Any) -> tuple[list[int], Any]:
-        """How many samples each data rank has, and one sample: of this rank, if it has any, else of another."""
-        size = batch_size(inputs)
-        sample = tree_map(_first, (inputs, targets)) if size else None
-        if self._mesh.dp_size == 1:
-            return [size], sample
-        sizes: list[Any] = [None] * self._mesh.dp_size
-        dist.all_gather_object(sizes, size, group=self._mesh.dp_group)
-        if 0 in sizes and any(sizes):
-            source = next(rank for rank, held in enumerate(sizes) if held)
+        Args:
+            batch: (inputs, targets); None if this rank has no further one.
+        """
+        size = 0 if batch is None else batch_size(batch[0])
+        shares: list[Any] = [size] * self._mesh.dp_size
+        if self._mesh.dp_size > 1:
+            dist.all_gather_object(shares, size, group=self._mesh.dp_group)
+        missing = max(shares) - size
+        if not any(shares):
+            return None
+        inputs, targets = batch or (None, None)
+        sample = self._sample(inputs, targets, shares)
+        if batch is None:
+            targets = tree_map(_none, sample[1])
+        if missing:
+            inputs = tree_map(partial(_extended, missing), inputs if size else tree_map(_none, sample[0]), sample[0])
+        return inputs, targets, size
+
+    def _shares(self, inputs: Any, targets: Any) -> tuple[list[int], bool]:
+        """How many samples each data rank has of a batch that a loader handed out, nothing for other batches; and
+        whether it is an epoch's last, smaller one."""
+        known = self._loaders.known((inputs, targets))
+        if known is not None:
+            loader, size = known
+            return [loader.share(size, rank) for rank in range(self._mesh.dp_size)], size < loader.batch_size
+        if all(loader.short is None for loader in self._loaders.by_name.values()):
+            return [], False
+        # Its tensors were replaced on the way, by augmentation for example.
+        sizes: list[Any] = [batch_size(inputs)] * self._mesh.dp_size
+        if self._mesh.dp_size > 1:
+            dist.all_gather_object(sizes, batch_size(inputs), group=self._mesh.dp_group)
+        return sizes, True
+
+    def _sample(self, inputs: Any, targets: Any, shares: list[int]) -> Any:
+        """One sample: of this rank, if it has any, else of another."""
+        sample = tree_map(_first, (inputs, targets)) if shares[self._mesh.dp_rank] else None
+        if 0 in shares and any(shares):
+            source = next(rank for rank, held in enumerate(shares) if held)
             sent = [to_device(sample, torch.device("cpu")) if self._mesh.dp_rank == source else None]
             dist.broadcast_object_list(sent, group=self._mesh.dp_group, group_src=source)
             sample = sample or sent[0]
-        return sizes, sample
+        return sample
 
     def _filled(self, inputs: Any, targets: Any, parts: int, sample: Any) -> list[MicroBatch]:
         return [
@@ -133,21 +170,55 @@ def check_last_batch(samples: int, plan: Plan, model: nn.Module) -> None:
             )
 
 
-def check_equal_shares(loss: Any, loaders: Iterable[EngineLoader], mesh: Mesh) -> None:
-    """Refuses the mean loss of a batch of which the data ranks have different numbers of samples.
+class EqualShares:
+    """Refuses, in a loop of one's own, the mean loss of a batch of which the data ranks have different numbers of
+    samples."""
 
-    Raises:
-        ValueError: on every rank.
-    """
-    for loader in loaders if isinstance(loss, torch.Tensor) else ():
-        if loader.short is not None and loader.short % mesh.dp_size:
-            raise ValueError(
-                f"engine.backward was given the mean of this rank's {loader.share(loader.short)} of the epoch's last "
-                f"{loader.short} samples, which {mesh.dp_size} data ranks cannot have in equal numbers, so that the "
-                f"mean over the ranks is not that over the samples: give engine.backward((sum, count)), such as "
-                f"(loss of reduction='sum', len(x)), or leave that batch out with engine.loader(drop_last=True)"
-            )
+    def __init__(self, loaders: EngineLoaders, mesh: Mesh) -> None:
+        self._loaders = loaders
+        self._mesh = mesh
+        self._seen: set[tuple[EngineLoader, int]] = set()  # batches that the model was given since the last backward
+
+    def note_inputs(self, inputs: Any) -> None:
+        """Notes what the model is called with."""
+        known = self._loaders.known(inputs)
+        if known is not None:
+            self._seen.add(known)
+
+    def check(self, loss: Any) -> None:
+        """Checks a loss that is about to go backward.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        seen, self._seen = self._seen, set()
+        if not isinstance(loss, torch.Tensor):
+            return
+        loaders = self._loaders.by_name.values()
+        for loader, size in seen or {(loader, loader.short) for loader in loaders if loader.short is not None}:
+            if size % self._mesh.dp_size:
+                raise ValueError(
+                    f"engine.backward was given the mean of this rank's {loader.share(size)} of the epoch's last "
+                    f"{size} samples, which {self._mesh.dp_size} data ranks cannot have in equal numbers, so that the "
+                    f"mean over the ranks is not that over the samples: give engine.backward((sum, count)), such as "
+                    f"(loss of reduction='sum', len(x)), or leave that batch out with engine.loader(drop_last=True)"
+                )
 
 
 def _first(leaf: Any) -> Any:
-    return leaf[:1] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else leaf
+    return leaf[:1] if _has_samples(leaf) else leaf
+
+
+def _none(leaf: Any) -> Any:
+    return leaf[:0] if _has_samples(leaf) else leaf
+
+
+def _extended(missing: int, leaf: Any, sample: Any) -> Any:
+    """`leaf`, and after it so many times the `sample`."""
+    if not _has_samples(leaf):
+        return leaf
+    return torch.cat([leaf, sample.to(leaf.device).expand(missing, *sample.shape[1:])])
+
+
+def _has_samples(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0

@@ -2,18 +2,20 @@
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorshard.data import ShardedBatchSampler
+from tensorshard.data.sampler import TorchOrder
 from tensorshard.model.batches import to_device
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 # Options that decide the order of the data. The Engine sets them, since it divides the data over the ranks.
-_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
+_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 class EngineLoader:
@@ -46,13 +48,17 @@ class EngineLoader:
         drop_last: bool,
         seed: int,
         options: dict[str, Any],
+        generator: torch.Generator | None = None,
     ) -> None:
         _check(dataset, batch_size, options)
+        if generator is not None:
+            _check_generator(generator, shuffle)
         self.dataset = dataset
         self.batch_size = batch_size
         self.epoch = 0
         self.samples_consumed = 0
         self.short: int | None = None
+        self._sizes: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # of batches, by their tensors
         self._continues = False  # whether the next pass is the rest of an epoch
         self._device = device
         self._options = {"pin_memory": device.type == "cuda", **options}
@@ -62,6 +68,7 @@ class EngineLoader:
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
+            "order": None if generator is None else TorchOrder(dataset, generator),
         }
         self._sampler()  # which checks all of these
         self._batches()  # and this the options
@@ -85,14 +92,26 @@ class EngineLoader:
                 # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
                 self.samples_consumed += size
                 self.short = size if size < self.batch_size else None
-                yield to_device(batch, self._device)
+                batch = to_device(batch, self._device)
+                for tensor in _with_samples(batch):
+                    self._sizes[tensor] = size
+                yield batch
         finally:
             self.short = None
         self._next_epoch()
 
-    def share(self, size: int) -> int:
-        """How many of a batch's `size` samples this data rank gets."""
-        dp_rank, dp_size = self._order["dp_rank"], self._order["dp_size"]
+    def size_of(self, batch: Any) -> int | None:
+        """Samples over all data ranks of a `batch` that was handed out, at any time; None if it is not of this loader.
+
+        It is known by its tensors: one of them is enough, the others may have been replaced.
+        """
+        tensors = list(_with_samples(batch))
+        size = next((self._sizes[tensor] for tensor in tensors if tensor in self._sizes), None)
+        return size if size is not None and all(len(tensor) == self.share(size) for tensor in tensors) else None
+
+    def share(self, size: int, dp_rank: int | None = None) -> int:
+        """How many of a batch's `size` samples a data rank gets; None for this one."""
+        dp_rank, dp_size = self._order["dp_rank"] if dp_rank is None else dp_rank, self._order["dp_size"]
         return size // dp_size + (dp_rank < size % dp_size)
 
     def _share_of_one_or_none(self, batch: Any, size: int) -> Any:
@@ -101,7 +120,7 @@ class EngineLoader:
         Raises:
             TypeError: on every rank, since all have one sample: the samples are not the first dimension.
         """
-        shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+        shapes = [tensor.shape for tensor in _with_samples(batch)]
         if not shapes or any(shape[0] != 1 for shape in shapes):
             held = " and ".join(str(list(shape)) for shape in shapes)
             held = f"tensors of shapes {held}" if shapes else f"a {type(batch).__name__} without tensors"
@@ -155,6 +174,11 @@ class EngineLoaders:
         if name in self._waiting:
             loader.load_state_dict(self._waiting.pop(name))
 
+    def known(self, batch: Any) -> tuple[EngineLoader, int] | None:
+        """Which loader handed out `batch`, and its samples over all data ranks; None for other batches."""
+        sizes = ((loader, loader.size_of(batch)) for loader in self.by_name.values())
+        return next(((loader, size) for loader, size in sizes if size is not None), None)
+
     def state_dict(self) -> dict[str, dict[str, int]]:
         """Where each loader stands."""
         return {name: loader.state_dict() for name, loader in self.by_name.items()}
@@ -165,6 +189,11 @@ class EngineLoaders:
         for name, loader in self.by_name.items():
             if name in self._waiting:
                 loader.load_state_dict(self._waiting.pop(name))
+
+
+def _with_samples(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors whose first dimension is the samples."""
+    return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
 
 
 class _AtLeastOne(Sampler[list[int]]):
@@ -179,6 +208,18 @@ class _AtLeastOne(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def _check_generator(generator: Any, shuffle: bool) -> None:
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is {generator!r}; it must be a torch.Generator in the same state on every rank, such as "
+            f"torch.Generator().manual_seed(0)"
+        )
+    if not shuffle:
+        raise ValueError(
+            "a generator was given with shuffle=False, which keeps the dataset's order: give one of the two"
+        )
 
 
 def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:

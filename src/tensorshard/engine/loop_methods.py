@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.data import Dataset
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
-from tensorshard.engine.last_batch import check_equal_shares, check_last_batch
+from tensorshard.engine.last_batch import EqualShares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders
 from tensorshard.engine.manual_loop import ManualLoop
+from tensorshard.engine.measures import gather, mean
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 # Names that people look for on an Engine, and where to find what they mean.
 _ELSEWHERE = {
@@ -46,9 +47,10 @@ class LoopMethods:
     _gradients: FinalGradients
     _manual_loop: ManualLoop
     _penalties: Penalties
+    _shares: EqualShares
     _seed: int
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Any) -> torch.Tensor:
         """The backward of one micro-batch's `loss`, in place of ``loss.backward()``.
 
         Gradients become those of the mean over the plan's micro-batches and the data ranks: after the last one,
@@ -59,6 +61,10 @@ class LoopMethods:
             loss: a scalar, the mean over the micro-batch's samples; or ``(sum, count)`` if the numbers of samples or
                 tokens vary. The gradient is then exactly that of the global sum over the global count.
 
+        Returns:
+            The mean of this micro-batch's loss over the data ranks, without a gradient: a scalar, the same on every
+            rank, which one process would print. For ``(sum, count)`` it is the global sum over the global count.
+
         Raises:
             TypeError: `loss` is neither.
             ValueError: `loss` does not depend on anything that is trained; it is a mean, and the batch is the last of
@@ -67,13 +73,13 @@ class LoopMethods:
 
         After any error, the gradients of this step are dropped.
         """
-        check_equal_shares(loss, self.loaders.by_name.values(), self.mesh)
+        self._shares.check(loss)
         if self._penalties:
             raise RuntimeError(
                 "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
                 "loss: in a loop of your own add function(engine.model) to the loss, and call the handle's remove()"
             )
-        self._manual_loop.backward(loss)
+        return self._manual_loop.backward(loss)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context for one micro-batch of a loop of your own: forward, :meth:`backward`, and perhaps the update.
@@ -82,6 +88,45 @@ class LoopMethods:
         ``plan.micro_batches``. So the same loop works for any number of micro-batches.
         """
         return self._manual_loop.accumulate()
+
+    def gather(self, values: Any) -> Any:
+        """What each data rank has of its own samples, put together: outputs, predictions, losses of single samples.
+
+        Every rank calls it and gets the whole, on the Engine's device and without gradients. The order is that of the
+        data ranks, which is the order of a batch of :meth:`loader`.
+
+        Args:
+            values: a tensor, or a tuple, list, dict or dataclass of tensors. The first dimension of each is the
+                samples, of which ranks may have different numbers. A scalar counts as one sample.
+
+        Returns:
+            The same structure; tensors have the samples of all data ranks as their first dimension.
+
+        Raises:
+            TypeError: there is no tensor in `values`.
+            ValueError: another dimension, or a type, differs between the ranks.
+        """
+        return gather(values, self.mesh, self.device)
+
+    def mean(self, values: Any) -> Any:
+        """The mean over the data ranks, as one process would compute it. Every rank calls it.
+
+        Args:
+            values: a tensor whose first dimension is the samples (all elements count the same, ranks may have different
+                numbers of them); a scalar or a number (all ranks count the same); ``(sum, count)``, for the sum of all
+                sums over the sum of all counts; or a dict of these.
+
+        Returns:
+            A scalar tensor without a gradient, the same on every rank; a float for a number; a dict for a dict.
+
+        Raises:
+            TypeError: a value has none of these forms.
+
+        Examples:
+            >>> accuracy = engine.mean((engine.predict(inputs).argmax(1) == targets).float())
+            >>> found = engine.mean({"loss": loss, "tokens": (token_losses.sum(), token_losses.numel())})
+        """
+        return mean(values, self.mesh, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, before clipping: a scalar, the same on every rank. A collective.
@@ -147,6 +192,7 @@ class LoopMethods:
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int | None = None,
+        generator: torch.Generator | None = None,
         name: str | None = None,
         **options: Any,
     ) -> EngineLoader:
@@ -160,8 +206,12 @@ class LoopMethods:
             batch_size: samples in one batch over all data ranks, so that training is the same on any number of them.
             shuffle: whether each epoch has its own order, which depends on the seed and the epoch alone.
             drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as possible, and
-                some ranks may get none of its samples: :meth:`Engine.step` counts each sample once all the same.
+                some ranks may get none of its samples: :meth:`Engine.step` counts each sample once all the same, also
+                where micro-batches get different numbers of samples, and if you read batches ahead.
             seed: of the order; None for the Engine's.
+            generator: for the order of ``DataLoader(dataset, batch_size, shuffle=True, generator=generator)`` in place
+                of that of `seed`, to compare with a script that has one. In the same state on every rank, and when a
+                run is resumed. Its state is copied.
             name: the loader's name in checkpoints; by default "loader0", "loader1" and so on, in the order they are
                 made.
             options: as for ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and so on.
@@ -186,6 +236,7 @@ class LoopMethods:
             drop_last=drop_last,
             seed=self._seed if seed is None else seed,
             options=options,
+            generator=generator,
         )
         if not drop_last:
             check_last_batch(len(dataset) % batch_size, self.plan, self.sharded.structure)  # type: ignore[arg-type]

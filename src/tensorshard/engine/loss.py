@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
+from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.guards.wrong_batch import explained_loss
 from tensorshard.model.batches import batch_size, without_samples
 from tensorshard.passes.precision import widen_output
@@ -25,12 +26,14 @@ class Objective:
         precision: of the plan; outputs of 16 bits reach `loss_fn` as fp32.
         device: of this rank.
         calling: the context in which `loss_fn` is called.
+        means: notes the means of the first step; None to look at none.
     """
 
     loss_fn: Callable[[Any, Any], Any]
     precision: str
     device: torch.device
     calling: Callable[[], AbstractContextManager[None]] = nullcontext
+    means: UnevenMeans | None = None
 
     def __call__(self, output: Any, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a (micro-)batch as a sum and the count that it is a sum over.
@@ -50,6 +53,8 @@ class Objective:
                 "the batch of this rank has no samples, so it has no mean loss; give at least one on every rank, "
                 "take the batches of engine.loader(dataset, batch_size), or a loss_fn that returns (sum, count)"
             )
+        if self.means is not None and torch.is_grad_enabled():
+            self.means.note(total, samples)
         return total * samples, torch.tensor(float(samples), device=self.device)
 
     def of_none(self, output: Any, targets: Any, none: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +105,35 @@ def sum_and_count(loss: Any, device: torch.device, what: str, verb: str) -> tupl
     return loss, None
 
 
+class GlobalLoss:
+    """A sum and its count on their way over the data ranks, while backward computes."""
+
+    def __init__(self, loss_sum: torch.Tensor, count: torch.Tensor, mesh: Mesh) -> None:
+        self._dtype = loss_sum.dtype
+        self._total = torch.stack([loss_sum.detach().double(), count.double()])
+        self._work: Any = None
+        if mesh.dp_size > 1:
+            self._work = all_reduce_(self._total, mesh.dp_group, async_op=True, what="the loss")
+
+    def abandon(self) -> None:
+        """Ends the transfer, after the step has failed."""
+        work, self._work = self._work, None
+        if work is not None:
+            finish_unasked(work)
+
+    def total(self) -> torch.Tensor:
+        """The sum and the count over the data ranks, in fp64."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._total
+
+    def mean(self) -> torch.Tensor:
+        """The global mean: a scalar."""
+        loss_sum, count = self.total()
+        return (loss_sum / _nonzero(count)).to(self._dtype)
+
+
 class LossTally:
     """Sums and counts of one step, over its micro-batches and the data ranks.
 
@@ -109,11 +143,10 @@ class LossTally:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._group = mesh.dp_group if mesh.dp_size > 1 else None
+        self._mesh = mesh
         self._sum: torch.Tensor | None = None
         self._count: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None
-        self._work: Any = None
+        self._total: GlobalLoss | None = None
         self.normalizer: torch.Tensor | None = None
         self.parts = 0
 
@@ -122,8 +155,8 @@ class LossTally:
         if self._sum is None or self._count is None:
             self._sum, self._count = loss_sum.detach(), count
             first = count.clone()
-            if self._group is not None:
-                all_reduce_(first, self._group, what="the samples that count")
+            if self._mesh.dp_size > 1:
+                all_reduce_(first, self._mesh.dp_group, what="the samples that count")
             self.normalizer = _nonzero(first) * micro_batches
         else:
             self._sum, self._count = self._sum + loss_sum.detach(), self._count + count
@@ -132,35 +165,29 @@ class LossTally:
     def start_total(self) -> None:
         """Starts the sum over the data ranks, which goes on while backward computes."""
         assert self._sum is not None and self._count is not None
-        self._total = torch.stack([self._sum.double(), self._count.double()])
-        if self._group is not None:
-            self._work = all_reduce_(self._total, self._group, async_op=True, what="the loss")
+        self._total = GlobalLoss(self._sum, self._count, self._mesh)
 
     def abandon(self) -> None:
         """Ends what :meth:`start_total` started, after the step has failed."""
-        work, self._work = self._work, None
-        if work is not None:
-            finish_unasked(work)
-
-    def _finished_total(self) -> torch.Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        assert self._total is not None
-        return self._total
+        if self._total is not None:
+            self._total.abandon()
 
     def mean(self) -> torch.Tensor:
         """The global mean loss."""
-        loss_sum, count = self._finished_total()
-        assert self._sum is not None
-        return (loss_sum / _nonzero(count)).to(self._sum.dtype)
+        assert self._total is not None
+        return self._total.mean()
+
+    def count(self) -> torch.Tensor:
+        """The global count, in fp64."""
+        assert self._total is not None
+        return self._total.total()[1]
 
     def correction(self) -> torch.Tensor | None:
         """The factor that gradients still need, once every micro-batch was counted; None for no factor."""
         if self.parts == 1:
             return None
         assert self.normalizer is not None
-        return self.normalizer.double() / _nonzero(self._finished_total()[1])
+        return self.normalizer.double() / _nonzero(self.count())
 
 
 def _nonzero(count: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.guards.foreign_backward import ForeignBackwards, watch_output
 from tensorshard.engine.guards.same_batch import SameBatch
+from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.guards.wrong_batch import note_inputs
+from tensorshard.engine.last_batch import EqualShares
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_parts, surround_root
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 
 class ManualForwards:
@@ -26,13 +28,22 @@ class ManualForwards:
 
     Args:
         device: of this rank.
+        shares, means: are told what the model is called with.
 
     Attributes:
         is_engine_call: whether the Engine itself runs the model and the optimizer now.
         backwards: those through the outputs of these forwards.
     """
 
-    def __init__(self, sharded: ShardedModel, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        shares: EqualShares,
+        means: UnevenMeans,
+    ) -> None:
         self.is_engine_call = False
         self.backwards = ForeignBackwards(plan)
         self._sharded = sharded
@@ -40,6 +51,8 @@ class ManualForwards:
         self._mesh = mesh
         self._device = device
         self._same_batch = SameBatch(mesh, device)
+        self._shares = shares
+        self._means = means
         self._in_forward = False
         if plan.pp > 1:  # its stages cannot be called
             return
@@ -77,7 +90,11 @@ class ManualForwards:
         return not self.is_engine_call and not self._in_forward
 
     def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.is_engine_call and torch.is_grad_enabled() and self._mesh.degrees["tp"] > 1:
+        if self.is_engine_call or not torch.is_grad_enabled():
+            return
+        self._shares.note_inputs((args, kwargs))
+        self._means.note_batch((args, kwargs))
+        if self._mesh.degrees["tp"] > 1:
             self._same_batch.check("model", (args, kwargs), None)
 
     def _after(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

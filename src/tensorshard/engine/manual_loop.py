@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.sharding import to_local
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.module_changes import ModuleChanges
-from tensorshard.engine.loss import LossTally, check_has_gradient, sum_and_count
+from tensorshard.engine.guards.uneven_means import UnevenMeans
+from tensorshard.engine.loss import GlobalLoss, LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.optimizer import StepCounter, TrainedParameters, methods_beside_step
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 logger = logging.getLogger("tensorshard")
 
@@ -40,6 +42,8 @@ class ManualLoop:
         trained: the parameters that are trained.
         changes: of the model's modules.
         steps: counts the optimizer steps.
+        watch: compares what the ranks call.
+        means: looks at the mean losses of the first step.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class ManualLoop:
         trained: TrainedParameters,
         changes: ModuleChanges,
         steps: StepCounter,
+        watch: CallWatch,
+        means: UnevenMeans,
     ) -> None:
         self._sharded = sharded
         self._plan = plan
@@ -67,11 +73,14 @@ class ManualLoop:
         self._trained = trained
         self._changes = changes
         self._steps = steps
+        self._watch = watch
+        self._means = means
         self._foreign_optimizers: set[str] = set()  # classes of those that user code has built
         self._accumulating = False
         self._done = 0  # micro-batches of the step under way whose backward is over
         self._calls = 0  # of backward, in all steps
         self._tally: LossTally | None = None  # of the step under way, if its losses are sums and counts
+        self._global_loss: GlobalLoss | None = None  # of the latest micro-batch
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
         self._replace_methods(optimizer)
 
@@ -129,19 +138,19 @@ class ManualLoop:
                 f"engine.optimizer.step() and zero_grad()"
             )
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Any) -> torch.Tensor:
         """See :meth:`tensorshard.Engine.backward`."""
         self._check_no_pipeline("engine.backward(loss)")
         total, count = sum_and_count(loss, self._device, "engine.backward was given", "be given")
         check_has_gradient(total)
         try:
-            with explained("engine.backward"):
-                self._backward(total, count)
+            with explained("engine.backward", self._watch):
+                return self._backward(total, count)
         except BaseException:
             self.abandon()
             raise
 
-    def _backward(self, total: torch.Tensor, count: torch.Tensor | None) -> None:
+    def _backward(self, total: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
         self._backwards.check_no_foreign_gradient("engine.backward(loss)")
         micro_batches = self._plan.micro_batches
         if self._done == micro_batches:
@@ -155,6 +164,7 @@ class ManualLoop:
             )
         weight: Any = self._scaler.scale if self._scaler is not None else 1.0
         if self._tally is None or count is None:
+            self._means.note(total, 1)  # all of them weigh the same
             weight = weight / micro_batches
         else:
             self._tally.add(total, count, micro_batches=micro_batches)
@@ -164,6 +174,7 @@ class ManualLoop:
         self._sharded.begin_micro_batch(last, average=True)
         if last and self._tally is not None:
             self._tally.start_total()
+        self._global_loss = GlobalLoss(total, total.new_ones(()) if count is None else count, self._mesh)
         with self._backwards.by_engine():
             (total * weight).backward()
         self._sharded.finish_micro_batch()
@@ -171,6 +182,7 @@ class ManualLoop:
             self._complete()
         self._done += 1
         self._calls += 1
+        return self._global_loss.mean()
 
     def _begin(self, counted: bool) -> None:
         self._tally = LossTally(self._mesh) if counted else None
@@ -201,9 +213,10 @@ class ManualLoop:
 
     def forget(self) -> None:
         """Forgets the micro-batches so far, whose gradients are dropped."""
-        tally, self._tally = self._tally, None
-        if tally is not None:
-            tally.abandon()
+        for loss in (self._tally, self._global_loss):
+            if loss is not None:
+                loss.abandon()
+        self._tally = self._global_loss = None
         if 0 < self._done < self._plan.micro_batches:
             self._sharded.abandon_step()
         self._earlier = []
@@ -232,7 +245,8 @@ class ManualLoop:
             return result
         self._backwards.check_no_foreign_gradient("engine.optimizer.step()")
         self._check_complete("engine.optimizer.step()")
-        with explained("engine.optimizer.step"), self._forwards.inside_engine_call():
+        with explained("engine.optimizer.step", self._watch), self._forwards.inside_engine_call():
+            self._means.compare()
             self._changes.check()
             self._trained.check()
             if self._prepare_gradients():
@@ -301,7 +315,7 @@ class ManualLoop:
         """See :meth:`tensorshard.Engine.gradient_norm`."""
         self._check_no_pipeline("engine.gradient_norm()")
         self._check_complete("engine.gradient_norm()")
-        with explained("engine.gradient_norm"):
+        with explained("engine.gradient_norm", self._watch):
             self._complete_gradients()
             norm = self._gradients.measure()
         if not bool(norm.isfinite()):

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.guards.foreign_optimizers import warn_of_schedulers
 from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.trains_itself import OwnRule
 from tensorshard.passes.precision import master_dtype
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.dispatch import TorchDispatchMode, innermost_dispatch_mode
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.operators import FUSED_UPDATES

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.passes.precision import master_dtype
-from tensorshard.pipeline.run.absent_tensors import AbsentTensor
+from tensorshard.pipeline.run.stage_skeleton import AbsentTensor
 from tensorshard.plan.mesh import Mesh
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import every_module, own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 

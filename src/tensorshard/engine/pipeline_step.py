@@ -63,7 +63,7 @@ class PipelineStepRunner(StepRunner):
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
         self._same_batch.check("step", inputs, targets)
-        batches = self._batches.split(inputs, targets, self._plan.micro_batches, all_of_them=True)
+        batches = self.batches.split(inputs, targets, self._plan.micro_batches, all_of_them=True)
         parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
         self._sharded.follow_modes()
         self._sharded.discard_gradients()
@@ -85,10 +85,10 @@ class PipelineStepRunner(StepRunner):
         self._sharded.finish_backward()
         return self._broadcast_loss(tally, len(parts))
 
-    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:
         self._same_batch.check("evaluate", inputs, targets)
         self._sharded.follow_modes()
-        batches = self._batches.split_for_evaluation(inputs, targets, micro_batches or self._plan.micro_batches)
+        batches = self.batches.split_for_evaluation(inputs, targets, micro_batches or self._plan.micro_batches)
         parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
         tally = LossTally(self._mesh)
 
@@ -100,7 +100,7 @@ class PipelineStepRunner(StepRunner):
             self._forward_runner.forward([part.inputs for part in parts], consume, hand_over=True)
         if self._is_last:
             tally.start_total()
-        return self._broadcast_loss(tally, len(parts)).mean
+        return self._broadcast_loss(tally, len(parts))
 
     def _loss(
         self, index: int, output: Callable[[], Any], part: MicroBatch, *, trains: bool
@@ -176,16 +176,17 @@ class PipelineStepRunner(StepRunner):
 
     def _broadcast_loss(self, tally: LossTally, parts: int) -> StepLoss:
         """Sends the last stage's loss to every rank, and what any rank has met to all."""
-        message = torch.zeros(5, dtype=torch.float64, device=self._device)
+        message = torch.zeros(6, dtype=torch.float64, device=self._device)
         if self._is_last:
             mean, correction = tally.mean(), tally.correction()
             message[0] = mean
             message[1] = 1.0 if correction is None else correction
             message[2] = float(mean.dtype == torch.float64)
             message[3] = float(self._failure is not None)
+            message[5] = tally.count()
         message[4] = float(torch.is_grad_enabled() and self._sharded.is_stale)
         all_reduce_(message, self._group, what="the loss of the last stage")
-        wide, failed, stale = map(bool, world().known(message[2:], [False] * 3))
+        wide, failed, stale = map(bool, world().known(message[2:5], [False] * 3))
         if failed:
             last = self._sharded.last_rank
             decide_once(self._raise_failure, self._group, rank=last, device=self._device)
@@ -193,7 +194,7 @@ class PipelineStepRunner(StepRunner):
             self._sharded.expect_gradients()
             raise StepAgain
         mean = message[0] if wide else message[0].float()
-        return StepLoss(mean, message[1] if parts > 1 else None)
+        return StepLoss(mean, message[1] if parts > 1 else None, message[5])
 
     def _shown_to_all(self, result: Callable[[], Any]) -> Any:
         """``result()`` of the last stage's rank, or the error that it raises, on every rank."""

@@ -4,15 +4,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import as_path
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import LossScaler
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.loader import EngineLoaders
@@ -22,7 +24,6 @@ from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage, Update
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.adapters import AdapterExport, has_adapters
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
 
@@ -83,6 +84,7 @@ class StateMethods:
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
     _update: Update
+    _watch: CallWatch
 
     @property
     def model(self) -> nn.Module:
@@ -126,22 +128,28 @@ class StateMethods:
 
         Every rank calls it.
         """
-        with explained("engine.full_state_dict"):
+        with explained("engine.full_state_dict", self._watch):
             meet("engine.full_state_dict", self.mesh.world_group, self.device)
             self._finish_update()
             return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
-    def save(self, path: Any, *, extra: dict[str, Any] | None = None) -> None:
+    def save(self, path: Any, *, extra: dict[str, Any] | None = None, overwrite: bool = False) -> None:
         """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
 
         It is written under a temporary name and renamed, so `path` is whole or absent. Every rank calls this.
 
+        Args:
+            extra: numbers, strings, lists and dicts, which :meth:`load` returns.
+            overwrite: whether a checkpoint at `path` is replaced, once the new one is complete; a crash leaves one of
+                them. Other files that you put into its folder are kept. For "last" and "best".
+
         Raises:
-            FileExistsError: `path` is there already; nothing is overwritten.
+            FileExistsError: `path` is there already, and without `overwrite`, or it is not a checkpoint. Nothing was
+                written.
         """
-        with explained("engine.save"):
+        with explained("engine.save", self._watch):
             self._finish_update()
-            self._checkpoints().save(as_path(path), {} if extra is None else extra)
+            self._checkpoints().save(as_path(path), {} if extra is None else extra, overwrite=overwrite)
 
     def load(self, path: Any) -> dict[str, Any]:
         """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. Every rank calls it.
@@ -150,7 +158,7 @@ class StateMethods:
             FileNotFoundError: `path` is not a checkpoint.
             ValueError: its tensors are not those of this model or optimizer; names the first that differ.
         """
-        with explained("engine.load"):
+        with explained("engine.load", self._watch):
             self._finish_update()
             return self._checkpoints().load(as_path(path))
 
@@ -168,7 +176,12 @@ class StateMethods:
         return CheckpointManager(parts, self.mesh.world_group, self.device, self.storage.temporary_copy)
 
     def save_pretrained(
-        self, path: Any, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
+        self,
+        path: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        overwrite: bool = False,
     ) -> None:
         """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
 
@@ -182,14 +195,18 @@ class StateMethods:
             dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the master
                 weights, fp32.
             max_shard_size: bytes in a file, or text such as "5GB".
+            overwrite: whether weights at `path` are replaced, once the new ones are complete; a crash leaves the old or
+                the new ones. Other files there, such as a tokenizer's, are kept.
 
         Raises:
-            FileExistsError: `path` is there already, and is not an empty directory; nothing is overwritten.
+            FileExistsError: `path` is there already, and is not an empty directory: without `overwrite`, or it has no
+                weights. Nothing was written.
             ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
         """
-        with explained("engine.save_pretrained"):
+        with explained("engine.save_pretrained", self._watch):
             self._finish_update()
-            _write_pretrained(self.sharded, self.mesh, as_path(path), dtype=dtype, max_shard_size=max_shard_size)
+            options = {"dtype": dtype, "max_shard_size": max_shard_size, "overwrite": overwrite}
+            _write_pretrained(self.sharded, self.mesh, as_path(path), **options)
 
     def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.
@@ -205,14 +222,18 @@ class StateMethods:
         """
         return _using_weights(self.sharded, dict(self.model.named_parameters()), weights)
 
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "an Engine cannot be pickled or copied (as by torch.save or copy.deepcopy): it holds process groups and "
+            "this rank's part of the weights. Call engine.save(path), which engine.load(path) reads under any plan"
+        )
+
     def summary(self) -> Summary:
         """The types of parameters, gradients and states, and the sizes on this rank."""
         return _summarize(self.plan, self.sharded, self._optimizer, self.storage.describe())
 
 
-def _write_pretrained(
-    sharded: ShardedModel, mesh: Mesh, path: Path, *, dtype: torch.dtype | None, max_shard_size: int | str
-) -> None:
+def _write_pretrained(sharded: ShardedModel, mesh: Mesh, path: Path, **options: Any) -> None:
     """What :meth:`tensorshard.Engine.save_pretrained` does; errors of rank 0 are raised on every rank."""
     export: Export | AdapterExport | None = None
 
@@ -220,17 +241,10 @@ def _write_pretrained(
         nonlocal export
         layouts = sharded.full_layouts()
         if has_adapters(sharded.structure):
-            export = AdapterExport(
-                path,
-                sharded.structure,
-                layouts,
-                sharded.aliases(),
-                sharded.is_trained,
-                dtype=dtype,
-                max_shard_size=max_shard_size,
-            )
+            structure = sharded.structure
+            export = AdapterExport(path, structure, layouts, sharded.aliases(), sharded.is_trained, **options)
             return
-        export = Export(path, sharded.structure, layouts, dtype=dtype, max_shard_size=max_shard_size)
+        export = Export(path, sharded.structure, layouts, **options)
 
     decide_once(begin, mesh.world_group)
     failure: Exception | None = None

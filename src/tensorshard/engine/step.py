@@ -1,24 +1,24 @@
 """Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.guards.same_batch import SameBatch
 from tensorshard.engine.guards.wrong_batch import explained_forward
 from tensorshard.engine.last_batch import MicroBatch, ShortBatches
-from tensorshard.engine.loader import EngineLoader
+from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.model.batches import call_model, to_device
 from tensorshard.passes.batch_norm import ignored_in_statistics
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class StepLoss:
     Args:
         mean: the global mean loss, on every rank.
         correction: the factor that the gradients still need; None for no factor.
+        count: the global count that it is a mean over, in fp64.
     """
 
     mean: torch.Tensor
     correction: torch.Tensor | None
+    count: torch.Tensor
 
 
 class StepAgain(Exception):
@@ -50,13 +52,13 @@ class StepRunner(ABC):
         self._objective = objective
         self._device = device
         self._same_batch = SameBatch(mesh, device)
-        self._batches = ShortBatches(mesh, {}, lambda: None)
+        self.batches = ShortBatches(mesh, EngineLoaders(), lambda: None)
         self._tally: LossTally | None = None  # of the step under way
 
-    def watch_loaders(self, loaders: Mapping[str, EngineLoader], stand_ins: Callable[[], None]) -> None:
+    def watch_loaders(self, loaders: EngineLoaders, stand_ins: Callable[[], None]) -> None:
         """Lets the batches of `loaders` be smaller at the end of an epoch, and calls `stand_ins` before a step in which
         some rank runs a sample that is not its own."""
-        self._batches = ShortBatches(self._mesh, loaders, stand_ins)
+        self.batches = ShortBatches(self._mesh, loaders, stand_ins)
 
     def abandon(self) -> None:
         """Ends what a failed step left under way. A collective of the ranks on which the step failed."""
@@ -74,7 +76,7 @@ class StepRunner(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:
         """The global mean loss, on every rank. Modules are in evaluation mode already.
 
         Args:
@@ -96,7 +98,7 @@ class WholeModelStepRunner(StepRunner):
 
     def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
         self._same_batch.check("step", inputs, targets)
-        parts = self._batches.split(inputs, targets, self._plan.micro_batches, all_of_them=False)
+        parts = self.batches.split(inputs, targets, self._plan.micro_batches, all_of_them=False)
         self._sharded.discard_gradients()
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             return self._train(parts, loss_scale)
@@ -109,7 +111,7 @@ class WholeModelStepRunner(StepRunner):
             ):  # in recomputed forwards, too
                 self._train_part(part, tally, loss_scale, last=index == len(parts) - 1, micro_batches=len(parts))
         self._sharded.finish_backward()
-        return StepLoss(tally.mean(), tally.correction())
+        return StepLoss(tally.mean(), tally.correction(), tally.count())
 
     def _train_part(
         self, part: MicroBatch, tally: LossTally, loss_scale: float, *, last: bool, micro_batches: int
@@ -125,16 +127,16 @@ class WholeModelStepRunner(StepRunner):
         (loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)).backward()
         self._sharded.finish_micro_batch()
 
-    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> torch.Tensor:
+    def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:
         self._same_batch.check("evaluate", inputs, targets)
-        parts = self._batches.split_for_evaluation(inputs, targets, micro_batches or 1)
+        parts = self.batches.split_for_evaluation(inputs, targets, micro_batches or 1)
         tally = LossTally(self._mesh)
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             for part in parts:
                 with nullcontext() if part.counts else ignored_in_statistics(self._sharded.model):
                     tally.add(*self._loss(part), micro_batches=len(parts))
         tally.start_total()
-        return tally.mean()
+        return StepLoss(tally.mean(), None, tally.count())
 
     def predict(self, inputs: Any, *, compare: Any) -> Any:
         if compare is not None:

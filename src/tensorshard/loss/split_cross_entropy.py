@@ -66,6 +66,7 @@ class _CrossEntropy(Function):
         statistics = combine(_statistics(logits, targets, own_weight, start, spec, wide), group)
         weights = weigh_targets(targets, class_weight, spec, statistics.lse.dtype)
         ctx.start, ctx.spec, ctx.group = start, spec, group
+        ctx.mean_over = weights.normalizer if spec.reduction == "mean" else None  # see means_of
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, targets, class_weight, statistics.lse, statistics.target_logit)
         accuracy = token_accuracy(statistics, weights, spec)

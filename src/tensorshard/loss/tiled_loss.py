@@ -118,6 +118,7 @@ class _Head(Function):
             loss = reduce_loss(statistics, weights, options)
             accuracy = token_accuracy(statistics, weights, options)
         ctx.spec = spec
+        ctx.mean_over = weights.normalizer if options.reduction == "mean" else None  # see means_of
         ctx.set_materialize_grads(False)
         # Saved tensors must not share memory with the result, or they would keep it alive. All are made here.
         ctx.save_for_backward(
@@ -268,6 +269,7 @@ class _Gradients:
                 spec,
             )
         self.loss = reduce_loss(Statistics(lse, picked, smoothed), weights, spec.loss).to(wide)
+        self.mean_over = weights.normalizer if spec.loss.reduction == "mean" else None
         self.of_input, self.of_weight, self.of_bias = total, sink.weight, sink.bias
 
     def times(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
@@ -297,6 +299,7 @@ class _LossWithGradients(Function):
         ctx.save_for_backward(input, weight, bias, targets, class_weight)
         with without_autocast(input):
             ctx.gradients = _Gradients((input, weight, bias), ctx.needs_input_grad[:3], targets, class_weight, spec)
+        ctx.mean_over = ctx.gradients.mean_over  # see means_of
         return ctx.gradients.loss
 
     @staticmethod

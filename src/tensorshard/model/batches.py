@@ -22,8 +22,8 @@ def batch_size(inputs: Any) -> int:
     sizes = {t.size(0) for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0}
     if len(sizes) != 1:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)}))
-        found = f"first dimensions {sorted(sizes)}" if sizes else f"no tensors{f' (they are {kinds})' if kinds else ''}"
-        raise ValueError(f"inputs have {found}; every tensor must have the samples as its first dimension")
+        given = f"first dimensions {sorted(sizes)}" if sizes else f"no tensors{f' (they are {kinds})' if kinds else ''}"
+        raise ValueError(f"inputs have {given}; every tensor must have the samples as its first dimension")
     return sizes.pop()
 
 
@@ -42,7 +42,8 @@ def split_batch(inputs: Any, targets: Any, parts: int) -> list[tuple[Any, Any]]:
         fitting = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
             f"a batch of {size} samples on this rank does not split into micro_batches={parts} equal parts; "
-            f"with {size} samples micro_batches can be {', '.join(map(str, fitting))}"
+            f"with {size} samples micro_batches can be {', '.join(map(str, fitting))}. An epoch's last "
+            f"batch: take engine.loader(dataset, batch_size), which deals it exactly, or DataLoader(drop_last=True)"
         )
     return list(zip(_split(inputs, size, parts), _split(targets, size, parts), strict=True))
 

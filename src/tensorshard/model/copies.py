@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tensorshard.model.objects import ATOMIC, WEAK_CONTAINERS, WEAK_REFERENCES, contents_of
-from tensorshard.model.references import holds
+from tensorshard.model.references import ATOMIC, WEAK_CONTAINERS, WEAK_REFERENCES, contents_of, holds
 from tensorshard.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 
 _Module = TypeVar("_Module", bound=nn.Module)

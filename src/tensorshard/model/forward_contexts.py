@@ -42,6 +42,8 @@ class RootRole(IntEnum):
     """After a forward without gradients, ranks hear of failed transfers to other tiers."""
     BACKGROUND_UPDATE = auto()
     """The forward waits for updates that go on in the background. After it, those of unused units are taken over."""
+    OWN_COLLECTIVES = auto()
+    """Collective calls of the model's own code are noticed in the first forward."""
     COUPLED_SAMPLES = auto()
     """Reductions over samples are noted in the first forward."""
     PRECISION = auto()

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.model.objects import contents_of
 from tensorshard.model.reachable_state import is_foreign
+from tensorshard.model.references import contents_of
 from tensorshard.model.state_places import Entries, Items, Members, Place
 
 _CONTAINERS: dict[type, type[Place]] = {

@@ -1,11 +1,12 @@
-"""Whose fault an exception is that ended a run of a model; explains those about tensors of two types."""
+"""Whose fault an exception is that ended a run of a model, and in which module; explains those about two types."""
 
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,6 +83,32 @@ def _is_of_package(frame: FrameType) -> bool | None:
 
 def _is_inside(file: str, folder: Path) -> bool:
     return Path(file).is_relative_to(folder)
+
+
+def failed_module(error: BaseException, model: nn.Module) -> str:
+    """The innermost module of `model` in whose call `error` was raised, and what it was called with, as the end of a
+    sentence; "" if the error is of `model` itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    failed = ""
+    for frame in _frames(error.__traceback__):
+        name = names.get(id(frame.f_locals["self"])) if frame.f_code in MODULE_CALLS else None
+        if name:
+            module, given = frame.f_locals["self"], [*frame.f_locals["args"]]
+            given += [frame.f_locals["kwargs"]] if frame.f_locals["kwargs"] else []
+            kind = f"{users_class(module).__name__}({module.extra_repr()})"
+            failed = f"; it failed in {name!r}, a {kind}, which was called with {describe_batch(given)}"
+    return failed
+
+
+def describe_batch(tree: Any) -> str:
+    """The types and shapes of a batch, or of a module's arguments."""
+    if isinstance(tree, torch.Tensor):
+        return f"{tree.dtype} {list(tree.shape)}"
+    if isinstance(tree, Mapping):
+        return ", ".join(f"{name}={describe_batch(value)}" for name, value in tree.items()) or "nothing"
+    if isinstance(tree, tuple | list):
+        return ", ".join(map(describe_batch, tree)) or "nothing"
+    return "None" if tree is None else type(tree).__name__
 
 
 class MixedTypesError(RuntimeError):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.model.objects import ATOMIC_TYPES, slots_of
+from tensorshard.model.references import ATOMIC_TYPES, slots_of
 from tensorshard.model.state_places import (
     Attributes,
     Copied,

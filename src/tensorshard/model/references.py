@@ -10,13 +10,15 @@ again in what holds them.
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType
+from enum import Enum
+from logging import Logger
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tensorshard.model.objects import ATOMIC, WEAK_CONTAINERS, slots_of
 from tensorshard.torch_private.modules import (
     RECURRENT_LISTS,
     REFERENCES,
@@ -26,11 +28,41 @@ from tensorshard.torch_private.modules import (
     own_parameters,
 )
 
+ATOMIC: tuple[type, ...] = (
+    type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes, type, range, slice,
+    property, CodeType, ModuleType, Enum, Logger, dist.ProcessGroup,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+"""Classes of objects that lead to none that code may change; copies share them."""
+
+ATOMIC_TYPES = frozenset(ATOMIC)
+"""The same, for a quick look at the class alone."""
+
+WEAK_REFERENCES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+WEAK_CONTAINERS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
+
+
 _LEAVES = (*ATOMIC, torch.Generator, weakref.ProxyType, weakref.CallableProxyType)
 _OFTEN_EMPTY = frozenset((dict, list, set, tuple, OrderedDict))
 _LIMIT = 2_000_000  # objects that are looked into; models have thousands
-
 Swap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def contents_of(cell: CellType) -> tuple[Any, ...]:
+    """What a variable of a closure holds; nothing if it was not given a value yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def slots_of(value: Any) -> Iterator[tuple[type, str]]:
+    """The slots of an object: for each, the class that declares it, and the name of its descriptor there."""
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            for name, descriptor in vars(kind).items():
+                if isinstance(descriptor, MemberDescriptorType):
+                    yield kind, name
 
 
 class Reference:

@@ -1,13 +1,20 @@
-"""Small inputs to run a model with once: made, if the user gave none, or cut from a large batch."""
+"""Small inputs to run a model with once: guessed, if the user gave none, or cut from a large batch.
+
+Guesses come from a model's first layer, from its arguments' names and from the layers that it has. They are tried one
+after the other on fake tensors until one runs, so that a wrong guess costs time and nothing else.
+"""
 
 import inspect
+import re
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from math import isqrt
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorshard.model.config_inputs import diffusers_inputs, transformers_inputs
-from tensorshard.model.guessed_inputs import guesses_by_arguments, inputs_of_first_layer
+from tensorshard.model.config_inputs import SAMPLES, TOKENS, diffusers_inputs, tokens, transformers_inputs
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.torch_private.pytree import tree_map_only
 
@@ -16,6 +23,21 @@ _POSITIONS = 12
 # Batches with at most this many samples, and at most this many positions in all, stay as they are.
 _FEW_SAMPLES = 8
 _FEW_POSITIONS = 512
+
+
+_MOST_GUESSES = 48
+_INDICES = re.compile(
+    r"(^|_)(ids?|idx|index|indices|tokens?|categor\w*|sparse|users?|items?|words?|labels?|src|tgt)($|_)"
+)
+_MASKS = re.compile(r"mask|padding")
+_TIMES = re.compile(r"^(t|times?|timesteps?|noise_level|sigmas?)$")
+_GRAPHS = re.compile(r"adj|edge|graph")
+_POINTS = re.compile(r"pos(ition)?s?$|dir(ection)?s?$|coord|points?|xyz|rays?")
+_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_IMAGE_SIZES = (64, 224, 32)
+_CHANNELS = (3, 1, 4)
+_SIDES = (4, 7, 8, 14, 16)
+_MOST_EXTRA_TOKENS = 5  # that a table of positions may have beside those of the patches, for a class and registers
 
 
 def example_inputs(model: nn.Module) -> list[Any]:
@@ -94,3 +116,181 @@ def _positions(leaves: list[torch.Tensor]) -> int | None:
         return None
     lengths = {leaf.shape[1] for leaf in leaves}
     return lengths.pop() if len(lengths) == 1 else None
+
+
+def inputs_of_first_layer(model: nn.Module) -> list[Any]:
+    """An embedding wants indices, a convolution images, a linear layer features or images that are cut into patches."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            ids = tokens(module.num_embeddings)
+            return [ids, (ids, ids)]
+        if isinstance(module, _CONVOLUTIONS):
+            return _convolved(model, module)
+        if isinstance(module, nn.Linear):
+            features = module.in_features
+            sequences = torch.zeros(SAMPLES, TOKENS, features)
+            plain = [torch.zeros(SAMPLES, features), sequences, (sequences, sequences)]
+            return [*plain, *_images_of_patches(model, features)]
+    return []
+
+
+def convolved_inputs(model: nn.Module) -> list[torch.Tensor]:
+    """What the model's first convolution may take, if that comes before its other layers; else nothing."""
+    for module in model.modules():
+        if isinstance(module, _CONVOLUTIONS):
+            return _convolved(model, module)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return []
+    return []
+
+
+def _convolved(model: nn.Module, layer: nn.Module) -> list[torch.Tensor]:
+    assert isinstance(layer, _CONVOLUTIONS)
+    if isinstance(layer, nn.Conv2d):
+        sizes = [*_image_sizes(model), *((size, size) for size in _IMAGE_SIZES)]
+    elif isinstance(layer, nn.Conv1d):
+        sizes = [(64,), (1024,), (16384,)]  # type: ignore[list-item]
+    else:
+        sizes = [(length,) * 3 for length in (16, 32, 64)]  # type: ignore[misc]
+    images = [torch.zeros(SAMPLES, layer.in_channels, *size) for size in dict.fromkeys(sizes)]
+    if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1):
+        images += _images_of_patches(model, layer.in_channels)
+    return images
+
+
+def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
+    """Image sizes that the model's attributes give."""
+    sizes = []
+    for name in ("image_size", "img_size", "image_shape", "input_size"):
+        value = getattr(model, name, None)
+        if isinstance(value, int):
+            sizes.append((value, value))
+        elif isinstance(value, tuple | list) and len(value) >= 2:
+            sizes.append((value[-2], value[-1]))
+    return sizes
+
+
+def _images_of_patches(model: nn.Module, features: int) -> list[torch.Tensor]:
+    """Square images of which a patch has `features` numbers. A table of positions gives the number of patches."""
+    images: dict[tuple[int, int, int], None] = {}
+    given = dict.fromkeys(_sides_of_tables(model))
+    # Of a few patches, windows of one are made, on which attention does nothing.
+    sides = [*(side for side in given if side >= min(_SIDES)), *_SIDES, *(side for side in given if side < min(_SIDES))]
+    for channels in _CHANNELS:
+        patch = isqrt(features // channels)
+        if patch < 2 or channels * patch * patch != features:
+            continue
+        images |= dict.fromkeys((channels, *size) for size in _image_sizes(model))
+        images |= dict.fromkeys((channels, patch * side, patch * side) for side in sides)
+        # Patches that overlap are more than the image's side over theirs.
+        images |= dict.fromkeys((channels, size, size) for size in _IMAGE_SIZES)
+    return [torch.zeros(SAMPLES, *shape) for shape in images]
+
+
+def _sides_of_tables(model: nn.Module) -> Iterator[int]:
+    """The square roots of the rows of the tables that the model and its parts hold, registered or not."""
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]
+        for table in tensors:
+            if not isinstance(table, torch.Tensor) or table.ndim not in (2, 3) or (table.ndim == 3 and len(table) > 1):
+                continue
+            for extra in range(_MOST_EXTRA_TOKENS + 1):
+                side = isqrt(max(0, table.shape[-2] - extra))
+                if side > 1 and side * side == table.shape[-2] - extra:
+                    yield side
+
+
+def guesses_by_arguments(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Keyword arguments that the forward of `model` may take, the most likely first. Optional ones are left out.
+
+    The values are arbitrary. The first dimension of each tensor is samples.
+    """
+    needed = _needed(model)
+    if not needed:
+        return []
+    options = [list(_options(model, name)) for name in needed]
+    if not all(options):
+        return []
+    last = [len(each) - 1 for each in options]
+    # First the first options of all arguments; then combinations with one second option; and so on.
+    chosen = (places for total in range(sum(last) + 1) for places in _adding_up(total, last))
+    return [
+        {name: each[place] for name, each, place in zip(needed, options, places, strict=True)}
+        for places in islice(chosen, _MOST_GUESSES)
+    ]
+
+
+def _adding_up(total: int, last: list[int]) -> Iterator[tuple[int, ...]]:
+    """Combinations of numbers from 0 to each of `last` that add up to `total`, made one by one since there are many."""
+    if total > sum(last):
+        return
+    if not last:
+        yield ()
+        return
+    for first in range(min(total, last[0]) + 1):
+        yield from ((first, *rest) for rest in _adding_up(total - first, last[1:]))
+
+
+def _needed(model: nn.Module) -> list[str]:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in accepted if p.default is p.empty and p.kind in by_name]
+
+
+def _options(model: nn.Module, name: str) -> Iterator[torch.Tensor]:
+    if _MASKS.search(name):
+        yield torch.ones(SAMPLES, TOKENS, dtype=torch.bool)
+    elif _TIMES.search(name):
+        yield torch.ones(SAMPLES, dtype=torch.long)
+        yield torch.full((SAMPLES,), 0.5)
+        yield torch.full((SAMPLES, 1), 0.5)
+    elif _GRAPHS.search(name):
+        yield torch.ones(SAMPLES, TOKENS, TOKENS)
+        yield torch.ones(SAMPLES, SAMPLES)
+    elif _INDICES.search(name):
+        yield from _indices(model)
+        yield from _numbers(model)
+    elif _POINTS.search(name):
+        yield torch.zeros(SAMPLES, 3)
+        yield torch.zeros(SAMPLES, TOKENS, 3)
+        yield from _numbers(model)
+    else:
+        yield from convolved_inputs(model)
+        yield from _numbers(model)
+        yield from _indices(model)
+
+
+def _indices(model: nn.Module) -> Iterator[torch.Tensor]:
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if not tables:
+        return
+    most = min(table.num_embeddings for table in tables)
+    shapes = [(SAMPLES, TOKENS), (SAMPLES, len(tables)), (SAMPLES,)]
+    shapes += [(SAMPLES, fields) for fields in _fields(model, tables[0].embedding_dim)]
+    for shape in dict.fromkeys(shapes):
+        yield torch.arange(torch.Size(shape).numel()).remainder_(most).view(shape)
+
+
+def _fields(model: nn.Module, width: int) -> Iterator[int]:
+    """How many embedding rows of `width` fill a linear layer's input, alone or beside the first layer's features."""
+    inputs = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
+    for features in inputs:
+        for beside in (0, inputs[0]):
+            count, rest = divmod(features - beside, width)
+            if count > 1 and not rest:
+                yield count
+
+
+def _numbers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Features that the linear layers take, those of the first layer first, as vectors and as sequences."""
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    widths = list(dict.fromkeys(layer.in_features for layer in linear))[:3]
+    shapes = [shape for width in widths for shape in ((SAMPLES, width), (SAMPLES, TOKENS, width))]
+    if linear:
+        first = linear[0].in_features
+        shapes.append((SAMPLES, 2 * first))  # the layer may take one half of it
+        for layer, later in pairwise(linear):
+            steps, rest = divmod(later.in_features, layer.out_features)
+            if steps > 1 and not rest:  # the layer may take the features of all steps at once
+                shapes.append((SAMPLES, steps, first))
+    yield from (torch.zeros(shape) for shape in dict.fromkeys(shapes))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorshard.model.objects import contents_of
+from tensorshard.model.references import contents_of
 
 _LARGE = 1000  # of a container with more entries only the number of entries is compared
 _OURS = "_tensorshard"

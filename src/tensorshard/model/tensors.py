@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.model.objects import ATOMIC, contents_of, slots_of
+from tensorshard.model.references import ATOMIC, contents_of, slots_of
 from tensorshard.torch_private.pytree import (
     TreeSpec,
     spec_as_tuples,

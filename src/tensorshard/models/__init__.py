@@ -2,7 +2,15 @@
 
 from tensorshard.models.bert import Bert
 from tensorshard.models.gpt import GPT
-from tensorshard.models.layers import image_classification_loss, masked_token_loss, next_token_loss
+from tensorshard.models.layers import classification_loss, image_classification_loss, masked_token_loss, next_token_loss
 from tensorshard.models.vit import ViT
 
-__all__ = ["GPT", "Bert", "ViT", "image_classification_loss", "masked_token_loss", "next_token_loss"]
+__all__ = [
+    "GPT",
+    "Bert",
+    "ViT",
+    "classification_loss",
+    "image_classification_loss",
+    "masked_token_loss",
+    "next_token_loss",
+]

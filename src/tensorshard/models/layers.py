@@ -1,5 +1,7 @@
 """The parts that the reference models share: a Transformer's blocks, losses, and checks of arguments."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,21 +80,22 @@ class PreNormBlock(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def next_token_loss(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the targets that count, and how many those are.
 
     The sum and the count are returned separately because batches differ in how many targets count: the mean over
     several of them is the sum of sums over the sum of counts.
 
     Args:
-        logits: ``[..., vocab_size]``; 16-bit ones are summed in fp32.
+        output: logits ``[..., vocab_size]``, or a model's output that has them as ``logits``; 16-bit ones are summed
+            in fp32.
         targets: int64 ``[...]``; -100 where there is nothing to predict.
 
     Returns:
         The sum in nats and the count, each a tensor without dimensions, of the logits' type or fp32 if that
         is wider.
     """
-    logits = _at_least_fp32(logits)
+    logits = _at_least_fp32(getattr(output, "logits", output))
     total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
     return total, (targets != IGNORED_TARGET).sum().to(logits.dtype)
 
@@ -101,9 +104,13 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 masked_token_loss = next_token_loss
 
 
-def image_classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of ``[batch, num_classes]`` logits, in nats; 16-bit ones are averaged in fp32."""
-    return F.cross_entropy(_at_least_fp32(logits), targets)
+def classification_loss(output: Any, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits ``[batch, num_classes]``, or of an output that has them as ``logits``, in nats;
+    16-bit ones are averaged in fp32."""
+    return F.cross_entropy(_at_least_fp32(getattr(output, "logits", output)), targets)
+
+
+image_classification_loss = classification_loss
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

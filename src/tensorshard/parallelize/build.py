@@ -22,6 +22,7 @@ from tensorshard.comm.world import (
     world_size,
 )
 from tensorshard.data_parallel.shard_units import shard_units
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
@@ -40,6 +41,7 @@ from tensorshard.parallelize.parallelized_models import (
     check_not_parallelized,
     mark_parallelized,
     refuse_old_parameters,
+    refuse_other_uses,
 )
 from tensorshard.parallelize.part import Part, PassContext
 from tensorshard.parallelize.passes import apply_passes
@@ -49,7 +51,6 @@ from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 
@@ -241,6 +242,7 @@ def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Par
     sharded.protect()
     share_host_random_state(engine.mesh)
     mark_parallelized([source.module, sharded.model], "tensorshard.parallelize")
+    refuse_other_uses(sharded.model)
     mark_replaced(users_parameters)
     refuse_old_parameters(source)
 

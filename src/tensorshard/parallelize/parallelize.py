@@ -1,19 +1,26 @@
 """parallelize(): a model and a Plan in, or "auto" for the best one; an Engine out."""
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world
+from tensorshard.comm.refusals import report_refusals_once
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, under_torchrun, world_size
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.checks import as_device, check_arguments
 from tensorshard.plan.plan import Plan
 from tensorshard.weights.files.pretrained_model import PretrainedModel
+
+logger = logging.getLogger("tensorshard")
 
 AUTO = "auto"
 """What to pass in place of a Plan for the best plan for this world."""
@@ -35,7 +42,8 @@ def parallelize(
 ) -> Engine:
     """Lays `model` out over the processes as `plan` says, and returns the :class:`Engine` that trains it.
 
-    Under torchrun it joins torchrun's processes. Under plain ``python`` there is one process.
+    Under torchrun it joins torchrun's processes. Under plain ``python`` there is one process. If torchrun's processes
+    end with an error of this package, rank 0 writes it, without the traceback; ``TENSORSHARD_TRACEBACK=1`` shows all.
 
     Args:
         model: an ``nn.Module``, one on the meta device, or a callable that returns one. A callable is best: its
@@ -50,8 +58,10 @@ def parallelize(
             ``named_parameters``, it gets ``(name, parameter)`` pairs. Adam and AdamW use their fused form, unless you
             pass ``fused`` or ``foreach``. A head built with ``update=`` is in a separate group (``docs/heads.md``).
         loss_fn: ``loss_fn(output, targets)`` returns the mean over samples as a scalar, or ``(sum, count)`` where the
-            number of samples or tokens varies. Floating-point outputs reach it as fp32.
-        seed: of the initial weights and of dropout. Initial weights do not depend on the plan.
+            number of samples or tokens varies. Floating-point outputs reach it as fp32. :func:`tensorshard.model_loss`
+            takes the loss that the model has computed.
+        seed: of the initial weights and of dropout. Initial weights do not depend on the plan: of a callable they are
+            those of ``torch.manual_seed(seed); model()``.
         device: where this rank computes; by default the CUDA device of its local rank if there is one, else the CPU.
         sample_inputs: inputs as for :meth:`Engine.step`, of any values and sizes. The model runs on fake copies of
             them to find out where `tp` can split it and `pp` can cut it. By default they are guessed from its layers.
@@ -79,6 +89,8 @@ def parallelize(
         >>> engine.step(torch.randn(8, 16), torch.randn(8, 4)).shape
         torch.Size([])
     """
+    if under_torchrun() and world_size() > 1:
+        report_refusals_once()
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)
         join_world(device, timeout=as_timedelta(timeout))
@@ -88,7 +100,7 @@ def parallelize(
     elif fixed is not None or sample_targets is not None:
         given = "fixed" if fixed is not None else "sample_targets"
         raise ValueError(f"{given} was given with a Plan; it is for parallelize(model, 'auto', ...)")
-    return build_engine(
+    engine = build_engine(
         model,
         plan,
         optimizer=optimizer,
@@ -98,6 +110,21 @@ def parallelize(
         sample_inputs=sample_inputs,
         timeout=timeout,
         debug=debug,
+    )
+    script = Path(sys.argv[0]).name
+    if engine.mesh.world_size == 1 and plan.zero and not under_torchrun() and script.endswith(".py"):
+        _say_alone(int(plan.zero), script)
+    return engine
+
+
+@cache
+def _say_alone(zero: int, script: str) -> None:
+    """Once a process."""
+    logger.warning(
+        "one process trains the whole model, of which zero=%d shards nothing; with N processes: "
+        "torchrun --nproc-per-node N %s",
+        zero,
+        script,
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from tensorshard.model.watched_parameters import METADATA, Watch, watch
 from tensorshard.torch_private.modules import MODULE_CALLS
+from tensorshard.torch_private.process_groups import refuse_wrappers
 from tensorshard.weights.files.export import own_class
 from tensorshard.weights.initial import HeldTensors, TensorSource
 
@@ -30,6 +31,32 @@ def mark_parallelized(models: Iterable[nn.Module], by: str) -> None:
         for module in model.modules():
             if _has_tensors(module):
                 vars(module)[_MARK] = by
+
+
+def refuse_other_uses(model: nn.Module) -> None:
+    """From now on, torch's wrappers for data parallelism, and pickle, refuse the laid-out `model`."""
+    refuse_wrappers(
+        model.modules(),
+        "DistributedDataParallel, fully_shard or replicate was called on a model that tensorshard.parallelize has laid "
+        "out: the plan already shards it and averages its gradients over the data ranks. Use engine.model as it is, "
+        "and say in the Plan what should be sharded (zero=, dp_shard=, dp_replicate=)",
+    )
+    vars(model)["__reduce_ex__"] = _refuse_pickle
+
+
+def _refuse_pickle(protocol: Any) -> Any:
+    """What ``pickle`` calls; ``copy.deepcopy``, which does so too, is answered as without it."""
+    caller = sys._getframe(1)
+    if caller.f_globals.get("__name__") == "copy":
+        copied = caller.f_locals["x"]
+        kind: Any = type(copied)
+        return kind.__reduce_ex__(copied, protocol)
+    raise TypeError(
+        "the laid-out model was given to pickle (as by torch.save(model)): it holds process groups and this rank's "
+        "part of the weights, and no other process could read it. Call engine.save(path) for a checkpoint, "
+        "engine.save_pretrained(path) for safetensors, or engine.full_state_dict() on every rank, for torch.save on "
+        "rank 0"
+    )
 
 
 def _has_tensors(module: nn.Module) -> bool:

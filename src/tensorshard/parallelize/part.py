@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from tensorshard.comm.marks import ParallelMark
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
 if TYPE_CHECKING:  # plans without tensor parallelism do without the import

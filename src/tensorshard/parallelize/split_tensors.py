@@ -22,8 +22,8 @@ from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs, TensorS
 from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.table import VerifiedTable
-from tensorshard.tensor_parallel.verify.fake_process_group import fake_process_group
 from tensorshard.tensor_parallel.verify.model_run import find_units
+from tensorshard.tensor_parallel.verify.simulated_ranks import fake_process_group
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.process_groups import alone_in_the_world
 from tensorshard.weights.initial import TensorSource

@@ -16,11 +16,10 @@ from tensorshard.model.buffers import BufferValues, Exchanged, keeps_statistics
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
 from tensorshard.passes.costly_results import COSTLY, CachedResults, CachesCostly, TakesCached
-from tensorshard.torch_private.autograd import is_function_transformed
+from tensorshard.torch_private.autograd import compare_saved_tensors, is_function_transformed, stops_early
 from tensorshard.torch_private.compilation import is_making_graph
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.modules import buffer_names, registrations
-from tensorshard.torch_private.recomputation import compare_saved_tensors, stops_early
 
 logger = logging.getLogger("tensorshard")
 

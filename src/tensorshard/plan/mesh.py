@@ -1,5 +1,6 @@
 """The Mesh: where each part of a plan runs. The one place where process groups are made."""
 
+import math
 from datetime import timedelta
 from functools import cached_property
 
@@ -7,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorshard.plan.mesh_coordinates import coordinates, group_ranks
-from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.plan import AXES, Plan, coordinates
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.process_groups import merged_group, set_group_timeout
@@ -86,6 +86,10 @@ class Mesh:
             raise ValueError(f"the {axis} axis has degree {self.degrees[axis]} and therefore no group")
         return self.device_mesh.get_group(axis)
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups of this rank: the world's first, then those of the axes."""
+        return [self.world_group, *(self.group(axis) for axis in self._axes)]
+
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""
         with unset_fake_temporarily():
@@ -160,3 +164,10 @@ def _ranges(ranks: list[int]) -> str:
         return " ".join(map(str, ranks))
     step = ranks[1] - ranks[0]
     return f"{ranks[0]} {ranks[1]} ... {ranks[-1]} (every {step})" if step > 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def group_ranks(rank: int, axis: str, degrees: dict[str, int]) -> list[int]:
+    """The ranks that differ from `rank` only along `axis`, itself included."""
+    stride = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
+    first = rank - coordinates(rank, degrees)[axis] * stride
+    return [first + i * stride for i in range(degrees[axis])]

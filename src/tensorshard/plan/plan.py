@@ -6,14 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from tensorshard.plan.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
-from tensorshard.plan.fields import (
-    ZERO_NAMES,
-    as_module_names,
-    as_shard_units,
-    as_zero_level,
-    check_degree,
-    check_table,
-)
 from tensorshard.plan.offload import Offload, as_offload
 
 __all__ = ["AXES", "ZERO_NAMES", "Offload", "Plan"]
@@ -30,6 +22,10 @@ LOGITS_MODES = ("auto", "tiled", "whole")
 _MISSING_AXES = {"cp": "context parallelism"}
 # Fields that only matter along one of the axes.
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
+
+
+ZERO_NAMES = {"os": 1, "os_g": 2, "p_g_os": 3}
+"""Paddle's names of the ZeRO levels: optimizer states, + gradients, + parameters."""
 
 
 @data_with_known_fields
@@ -162,14 +158,15 @@ class Plan:
             if known != world_size:
                 raise ValueError(
                     f"the plan's degrees ({product}) multiply to {known}, but the number of processes is {world_size}; "
-                    f"start {known} processes, or set dp_shard=-1 to let it take what the other axes leave"
+                    f"start {known} processes, as torchrun --nproc-per-node {known} SCRIPT.py does, or set dp_shard=-1 "
+                    f"to let it take what the other axes leave"
                 )
             return self._with_pipeline_checked()
         if world_size % known:
             raise ValueError(
                 f"{free}=-1 cannot be inferred: the number of processes, {world_size}, does not divide by the other "
                 f"axes ({product}, together {known}); start a multiple of {known} processes, as "
-                f"torchrun --nproc-per-node {known} does, or change a degree"
+                f"torchrun --nproc-per-node {known} SCRIPT.py does, or change a degree"
             )
         return replace(self, **{free: world_size // known})._with_pipeline_checked()
 
@@ -341,3 +338,63 @@ class Plan:
                 f"{path} holds a {type(values).__name__}, but a plan is a mapping of field names to values"
             )
         return cls.from_dict(values)
+
+
+def check_degree(axis: str, value: Any) -> None:
+    """Raises unless `value` may be the degree of an axis."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{axis} is {value!r}; it must be a positive integer, or -1 to be inferred")
+    if value < 1 and value != -1:
+        raise ValueError(f"{axis} is {value}; it must be a positive integer, or -1 to be inferred")
+
+
+def as_zero_level(value: Any) -> int:
+    """The ZeRO level for `value`, a number or one of Paddle's names."""
+    if isinstance(value, str) and value in ZERO_NAMES:
+        return ZERO_NAMES[value]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
+        names = ", ".join(f"{name!r} ({level})" for name, level in ZERO_NAMES.items())
+        raise ValueError(f"zero is {value!r}; the levels are 0, 1, 2 and 3, also by the names {names}")
+    return value
+
+
+def as_module_names(name: str, value: Any) -> list[str] | None:
+    """`value` as a list of names of modules, or None."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and value and all(isinstance(member, str) for member in value):
+        return list(value)
+    raise TypeError(f"{name} is {value!r}; it must be None or a non-empty list of module names")
+
+
+def as_shard_units(value: Any) -> int | list[str] | None:
+    """`value` as bytes, as a list of names of modules, or None."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        check_int("shard_units", value, least=1)
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
+        return list(value)
+    raise TypeError(
+        f"shard_units is {value!r}; it must be None, a number of bytes, or a non-empty list of module names"
+    )
+
+
+def check_table(value: Any) -> None:
+    """Raises unless `value` may be a ``tp_plan``. Its styles are checked where they are used."""
+    if value is None:
+        return
+    if not isinstance(value, dict) or not all(isinstance(part, str) for entry in value.items() for part in entry):
+        raise TypeError(
+            f"tp_plan is {value!r}; it must be None or a dict of module names to styles, such as "
+            f"{{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}"
+        )
+
+
+def coordinates(rank: int, degrees: dict[str, int]) -> dict[str, int]:
+    """`rank`'s index along every axis."""
+    indices: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, indices[axis] = divmod(rank, degrees[axis])
+    return {axis: indices[axis] for axis in AXES}

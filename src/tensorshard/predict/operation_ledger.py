@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.collectives import collective_under_way
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.sampled_loops import SampledLoop
-from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.mesh_coordinates import group_ranks
+from tensorshard.plan.mesh import Mesh, group_ranks
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
 from tensorshard.predict.operator_costs import cost_of

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from tensorshard.plan.mesh_coordinates import coordinates
-from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.plan import AXES, Plan, coordinates
 
 _LIGHT = {
     "parameters": "#0969da", "gathered-parameters": "#7cb8ff", "gradients": "#bf8700", "optimizer-states": "#1a7f37",

@@ -17,8 +17,7 @@ from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import DEVICE, FakeTensor, active_fake_mode, fake_device
 from tensorshard.torch_private.pytree import tree_leaves
-from tensorshard.torch_private.storages import watched_resizes
-from tensorshard.torch_private.tensors import storage_address
+from tensorshard.torch_private.tensors import storage_address, watched_resizes
 
 
 @dataclass

@@ -1,13 +1,18 @@
-"""Asking whether backward is running, and steering it."""
+"""Asking whether backward is running, and steering it; what recomputation compares with the forward that it repeats."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
+
+_ENGINES_BACKWARD = "tensorshard_engines_backward"
 
 
 def is_in_backward() -> bool:
@@ -15,7 +20,7 @@ def is_in_backward() -> bool:
 
     Why: code that is recomputed in backward runs outside of the forward of ``DistributedDataParallel``.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -27,7 +32,7 @@ def current_backward() -> int:
 
     Why: a backward within a backward adds to gradients that may be added to again.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -39,7 +44,7 @@ def are_saved_tensors_hooked() -> bool:
 
     Why: such hooks tell recomputation with ``use_reentrant=False``, which sets them, from recomputation with True.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -51,7 +56,7 @@ def is_in_reentrant_checkpoint() -> bool:
 
     Why: what is called without gradients for a checkpoint comes again in backward, unlike what a teacher calls.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -68,7 +73,7 @@ def is_function_transformed() -> bool:
 
     Why: the derivative of such a function goes through all modules that it calls, and a pipeline's stage has some.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -80,7 +85,7 @@ def keeps_graph() -> bool:
 
     Why: parameters that a second backward needs stay gathered until no more backwards can follow.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -92,7 +97,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
     Why: ZeRO 0 to 2 wait for reductions that are still under way, no matter who called backward.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: a call after ``backward()``, if the training loop is one's own.
     """
@@ -104,7 +109,7 @@ def will_run(node: Node) -> bool:
 
     Why: ``autograd.grad`` of an input goes through a model without reaching its parameters, ``backward`` reaches them.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -114,9 +119,6 @@ def will_run(node: Node) -> bool:
         return False
 
 
-_ENGINES_BACKWARD = "tensorshard_engines_backward"
-
-
 @contextmanager
 def engines_backward() -> Iterator[None]:
     """A context around an Engine's own backward, in which :func:`is_in_engines_backward` is true.
@@ -124,7 +126,7 @@ def engines_backward() -> Iterator[None]:
     Why: hooks that run in backward, of other Engines' models too, need to know. Those on a GPU run in threads of
     autograd, which get this thread's local objects, but not its context variables.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -141,8 +143,83 @@ def is_in_engines_backward() -> bool:
 
     Why: as for that function.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
     return torch._C._is_key_in_tls(_ENGINES_BACKWARD) and bool(torch._C._get_obj_in_tls(_ENGINES_BACKWARD))
+
+
+# What a scalar passes through on its way from the means that it is made of.
+_ARITHMETIC = ("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Select", "Squeeze", "Sub", "ToCopy", "View")
+_NLL_MEAN = 1
+_MOST_NODES = 64
+
+
+def means_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """What the means that the scalar `loss` is made of have divided by, as its graph says: scalars.
+
+    These are ``nll_loss`` and ``cross_entropy`` (the targets that are not ignored, or their weights), ``mean`` (the
+    elements) and division by a tensor; and custom functions with an attribute ``mean_over`` of their ``ctx``.
+
+    Why: what a loss function divides by is told by nothing else; torch keeps it for backward.
+
+    Checked: torch 2.13.
+
+    Public way: none. A ``TorchFunctionMode`` sees the calls, but would make ``torch.compile`` compile again.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[Node] = set()
+    todo = [loss.grad_fn]
+    while todo and len(seen) < _MOST_NODES:
+        node: Any = todo.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name.startswith("NllLoss"):
+            if node._saved_reduction == _NLL_MEAN:
+                found.append(node._saved_total_weight)
+        elif name == "MeanBackward0":
+            found.append(torch.tensor(float(node._saved_self_sym_numel)))
+        elif getattr(node, "mean_over", None) is not None:
+            found.append(node.mean_over)
+        elif name.startswith(_ARITHMETIC):
+            if name == "DivBackward0" and node._saved_other.dim() == 0:
+                found.append(node._saved_other)
+            todo.extend(before for before, _ in node.next_functions)
+    return [value.detach() for value in found]
+
+
+def compare_saved_tensors(owner: object, describe: Callable[[torch.Tensor], Any]) -> str:
+    """Returns a value of ``determinism_check`` for ``torch.utils.checkpoint.checkpoint``.
+
+    With it, torch compares (by ``!=``) what `describe` returns for each tensor that forward saves, and for each that is
+    recomputed in its place.
+
+    It holds as long as `owner` lives, to which `describe` must not refer.
+
+    Why: by default, torch compares shapes and types only, so a forward that computes other values the second time
+    gives wrong gradients without a word.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none; ``determinism_check`` takes the names of two checks that torch has.
+    """
+    checks: dict[str, Callable[[torch.Tensor], Any]] = checkpoint._allowed_determinism_checks_to_fns
+    name = f"tensorshard-{id(owner)}"
+    checks[name] = describe
+    weakref.finalize(owner, checks.pop, name, None)
+    return name
+
+
+def stops_early() -> bool:
+    """Whether a repeated forward ends as soon as it has saved as many tensors as the first one did.
+
+    Why: one that runs to its end has saved fewer, and torch's error does not name the block.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none; ``set_checkpoint_early_stop`` sets it.
+    """
+    return checkpoint._enable_checkpoint_early_stop is not False

@@ -13,7 +13,7 @@ def watch_compilation(begun: Callable[[], None], ended: Callable[[], None]) -> C
 
     Why: a step that compiles may take a minute without output; nothing else shows how much of it is compilation.
 
-    Checked: torch 2.11 and 2.13. ``torch._dynamo.callback`` calls back around the outermost compilation, also of a
+    Checked: torch 2.13 and 2.15. ``torch._dynamo.callback`` calls back around the outermost compilation, also of a
     backward that is compiled when it first runs.
 
     Public way: none; ``torch.compiler`` does not say what was compiled when.
@@ -44,9 +44,9 @@ def is_making_graph() -> bool:
 
     Why: recomputation keeps other results in a graph than in a compiled block whose code falls into several graphs.
 
-    Checked: torch 2.11 and 2.13. ``torch._guards.TracingContext`` exists while a graph is recorded.
+    Checked: torch 2.13 and 2.15. ``torch._guards.TracingContext`` exists while a graph is recorded.
 
-    Public way: none; ``torch.compiler.is_compiling()`` is false then in torch 2.11, ``is_dynamo_compiling()`` in both.
+    Public way: none; ``torch.compiler.is_dynamo_compiling()`` is false then.
     """
     return torch._guards.TracingContext.try_get() is not None
 
@@ -58,7 +58,7 @@ def explained_compilation() -> Iterator[None]:
     Why: if the compiler fails on a user's block, the traceback is of its own code, as for InductorError with some
     convolutions whose sizes differ from block to block.
 
-    Checked: torch 2.11 and 2.13, for errors of Dynamo and of its backends.
+    Checked: torch 2.13 and 2.15, for errors of Dynamo and of its backends.
 
     Public way: none; the classes are in ``torch._dynamo.exc``.
 

@@ -15,7 +15,7 @@ def recorded_cuda_memory(device: torch.device, path: Path) -> Iterator[None]:
 
     Why: a snapshot shows every segment and block, and the stack that allocated it, on https://pytorch.org/memory_viz.
 
-    Checked: torch 2.11 and 2.13, by reading; these functions are documented, though their names begin with "_".
+    Checked: torch 2.13 and 2.15, by reading; these functions are documented, though their names begin with "_".
 
     Public way: none.
     """

@@ -4,7 +4,7 @@
 
 Why: constructors are recorded, and values are followed through a model, operator by operator.
 
-Checked: torch 2.11 and 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: none. ``torch.overrides.TorchFunctionMode`` is public, but sees Python functions, and not what custom
 autograd functions and C++ code call.
@@ -13,7 +13,7 @@ autograd functions and C++ code call.
 
 Why: a parameter that overrides an attribute is not to make functions slower.
 
-Checked: torch 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: ``torch._C._disabled_torch_function_impl``, which torch's notes on extending it name.
 """
@@ -43,7 +43,7 @@ def has_dispatch_mode() -> bool:
 
     Why: work that otherwise uses several streams, or is written by hand, is then done in plain operations, in order.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -55,7 +55,7 @@ def innermost_dispatch_mode() -> TorchDispatchMode | None:
 
     Why: a mode that is there for one kernel is left for the work that a hook does before and after it.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -68,7 +68,7 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 
     Why: the tracer samples inputs, and runs operators without a fake kernel for real, in the middle of a traced run.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -87,7 +87,7 @@ def without_torch_functions_of_tensors() -> AbstractContextManager[Any]:
 
     Why: a tensor class that answers a question about itself, such as its shape, would otherwise be asked again.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``super().__torch_function__``, which turns every result into a tensor of the class.
     """
@@ -99,7 +99,7 @@ def transformed(tensor: torch.Tensor) -> torch.Tensor | None:
 
     Why: a wrapped DTensor does not mix with plain tensors, and fails in the first operation.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -117,7 +117,7 @@ def make_wrapper_tensor(
 
     Why: logits that are split over ranks look whole to code that asks for their shape.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none. It is in PyTorch's notes on extending tensors, but has no public name.
     """

@@ -4,7 +4,7 @@
 
 Why: checkpoints write shards with their places, including those of strided placements.
 
-Checked: torch 2.11 and 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: none for strided placements; arithmetic as in ``tensorshard.comm.sharding`` for others.
 """
@@ -35,7 +35,7 @@ def direct_attribute(name: str) -> property:
     Why: the code of every step reads some attributes of each parameter, and a call of ``__torch_function__`` takes
     microseconds.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -57,7 +57,7 @@ class DTensorWithDirectHooks(DTensor):
 
     Why: as for :func:`direct_attribute`.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; these attributes have private names alone.
     """
@@ -73,7 +73,7 @@ def dtensor_of(
 
     Why: offloaded masters are in host memory, while their mesh is one of GPUs. FSDP2 makes such DTensors, too.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``DTensor.from_local``, which copies the shard to the mesh's device.
     """
@@ -86,7 +86,7 @@ def shard_of(value: Any) -> Any:
 
     Why: the shard is read after every operator that an estimate runs, and a view would be one more operator.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``value.to_local()``, which makes a view wherever gradients are recorded.
     """

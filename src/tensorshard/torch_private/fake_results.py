@@ -7,7 +7,7 @@ Why: an estimate runs tens of thousands of operators on fake tensors, most of th
 cache of ``FakeTensorMode`` answers those in 50 to 100 microseconds, this one in a quarter of that. The conditions under
 which a result may be kept are those of torch's cache (``FakeTensorMode._validate_cache_key``).
 
-Checked: torch 2.11 and 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: none.
 """
@@ -58,7 +58,7 @@ class KnownResult:
 
     Why: a caller can keep in `notes` what follows from the operator and the shapes, such as the cost of the call.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
 
@@ -80,7 +80,7 @@ class QuickFakeTensorMode(FakeTensorMode):
 
     Why: torch's own cache takes most of an estimate's time.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """

@@ -10,7 +10,7 @@ shapes too, but has no device, and no error where a value is asked for.
 - `DataDependentOutputException`, `DynamicOutputShapeException`, `UnsupportedFakeTensorException`,
   `UnsupportedOperatorException`: raised by code that needs values, or an operator without a fake kernel.
 
-Checked: torch 2.11 and 2.13, for all of these and for the functions below.
+Checked: torch 2.13 and 2.15, for all of these and for the functions below.
 
 Public way: none in these versions. ``torch.export`` makes fake tensors by itself, but runs whole programs.
 """
@@ -62,7 +62,7 @@ def fake_device(tensor: Any) -> torch.device | None:
 
     Why: autograd asks each tensor for its device again and again. Each time, a mode that watches would be called.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``tensor.device``, which calls the mode.
     """
@@ -78,7 +78,7 @@ def without_fake_kernel_reports() -> Iterator[None]:
     Why: it logs the whole traceback, and then raises the error. The tracer then runs the unit for real, so there is
     nothing to report. An estimate raises the error.
 
-    Checked: torch 2.11 and 2.13, by the name of the logger.
+    Checked: torch 2.13 and 2.15, by the name of the logger.
 
     Public way: none; ``torch._logging`` is private as well.
     """
@@ -98,7 +98,7 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
     Why: the real kernel for CPUs takes fp32, but the fake one wants bf16. So a mixture of experts in fp32 could not be
     tried on fake tensors.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``torch.library.register_fake`` is for operators of one's own.
     """

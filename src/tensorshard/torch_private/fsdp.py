@@ -5,7 +5,7 @@
 
 Why: on Gloo, all-gathers and reduce-scatters built from sends and receives are several times as fast.
 
-Checked: torch 2.11 and 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: none; the methods are public and the classes are not.
 """
@@ -52,7 +52,7 @@ FSDP_STATE = "__composable_api_"
 
 Why: blocks that are alike differ in these attributes, which are not part of what the blocks compute.
 
-Checked: torch 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: none.
 """
@@ -63,9 +63,9 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
     Why: a group only reduces the gradients that this rank has, but all ranks have to reduce the same.
 
-    Checked: torch 2.11 and 2.13; a module may have several groups from 2.13 on.
+    Checked: torch 2.13 and 2.15, in which a module may have several groups.
 
-    Public way: ``FSDPModule.set_reduce_scatter_unused_params``, from torch 2.13 on, which does not tell who has none.
+    Public way: ``FSDPModule.set_reduce_scatter_unused_params``, which does not tell who has none.
     """
     groups: dict[int, Any] = {}
     for module in model.modules():
@@ -79,7 +79,7 @@ def members(group: Any) -> list[Any]:
 
     Why: each knows the sharded parameter, the gathered one, and the gradient that is not reduced yet.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -91,7 +91,7 @@ def sharded_parameter(member: Any) -> Any:
 
     Why: between a forward and its backward the modules show gathered parameters.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``model.parameters()``, while nothing is gathered.
     """
@@ -103,7 +103,7 @@ def has_gradient(member: Any) -> bool:
 
     Why: a rank that did not use a parameter sends zeros, and the ranks count those that did.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; between micro-batches FSDP2 keeps the gradient where only its own objects find it.
     """
@@ -116,7 +116,7 @@ def reduces_gradients(group: Any) -> bool:
 
     Why: only then are missing gradients filled with zeros.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none that reads what ``FSDPModule.set_requires_gradient_sync`` has set.
     """
@@ -128,7 +128,7 @@ def surround_reduction(group: Any, around: Callable[..., None]) -> None:
 
     Why: before that, missing gradients are filled; after it, reduced ones are taken.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -140,7 +140,7 @@ def unsharded_parameter(member: Any) -> torch.Tensor | None:
 
     Why: its gradient is filled with zeros where a rank has none.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: the module's own parameter, between a forward and its backward.
     """
@@ -152,7 +152,7 @@ def shard_version(member: Any) -> int:
 
     Why: a gathered copy of a shard that was written since is gathered again.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none. The autograd notes name versions, but they have no public name.
     """
@@ -164,7 +164,7 @@ def refresh_dtypes(group: Any) -> None:
 
     Why: FSDP2 asks in the first forward which parameters are trained.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -177,7 +177,7 @@ def padded_shards(group: Any) -> dict[nn.Parameter, torch.Tensor]:
 
     Why: FSDP2 gathers these tensors, so offloading has to keep them elsewhere.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; the parameters' ``to_local()`` has no padding.
     """
@@ -189,7 +189,7 @@ def replace_shards(group: Any, shards: Sequence[torch.Tensor]) -> None:
 
     Why: a parameter whose shard is on disk uses memory that is mapped to the file.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``CPUOffloadPolicy``, which only supports host memory.
     """
@@ -204,7 +204,7 @@ def gather_from(group: Any, shards: Callable[[bool], AbstractContextManager[Sequ
 
     Why: shards that are not in memory are read for the gather, and dropped after it.
 
-    Checked: torch 2.11 and 2.13. With one rank, ``wait_for_unshard`` copies the shards; else ``unshard`` does.
+    Checked: torch 2.13 and 2.15. With one rank, ``wait_for_unshard`` copies the shards; else ``unshard`` does.
 
     Public way: ``fsdp_pre_all_gather`` of a tensor subclass, which every parameter would have to be.
 
@@ -238,7 +238,7 @@ def reset_iteration(root: nn.Module) -> None:
 
     Why: FSDP2 would think that the backward was still going on, and never reduce another gradient.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``FSDPModule.reset_iter_state()``, which is called here, too. In torch 2.13 it keeps gradients that no
     rank reduced yet.
@@ -262,7 +262,7 @@ def is_pre_backward_hook(hook: Any) -> bool:
 
     Why: an output that may never be computed has to call this hook when backward reaches what it would be made from.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -274,7 +274,7 @@ def forget_fully_shard(module: nn.Module) -> None:
 
     Why: if a plan is refused, the module is the user's again, and can be sharded another time.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -295,8 +295,7 @@ def one_chunk_at_a_time() -> Iterator[None]:
     Why: for 1,024 ranks it makes that many views of each parameter, twice, and uses two of them. On fake tensors, that
     is most of the time of trying a plan for many ranks.
 
-    Checked: torch 2.11 and 2.13 (run on 2.13; for 2.11, by the lines that are the same in versions before and after
-    it). Where a version has no function by this name, nothing is changed.
+    Checked: torch 2.13 and 2.15. Where a version has no function by this name, nothing is changed.
 
     Public way: none.
     """

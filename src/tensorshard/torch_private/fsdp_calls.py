@@ -2,7 +2,7 @@
 
 Why: the ranks of a model may call different units, and have to gather and reduce the same ones in the same order.
 
-Checked: torch 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: none; FSDP2 expects all ranks to call the same units.
 """
@@ -45,7 +45,7 @@ class UnitWatcher(Protocol):
 
     Why: the data ranks may call different units, and all have to gather and reduce the same ones in one order.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -86,7 +86,7 @@ def watch_unit(module: Any, watcher: UnitWatcher) -> list[Any]:
 
     Why: FSDP2 gathers and reduces what this rank calls; other ranks may call other units.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; forward and backward hooks run before or after FSDP2's, and cannot replace its steps.
     """
@@ -167,7 +167,7 @@ def is_in_forward(group: Any) -> bool:
 
     Why: modules that travel together are gathered once, and each of them begins a forward.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -179,7 +179,7 @@ def gathered_parameters(group: Any) -> list[torch.Tensor]:
 
     Why: their versions tell whether user code wrote to them.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: the modules' own parameters, inside of their forwards alone.
     """
@@ -191,7 +191,7 @@ def is_gathered(group: Any) -> bool:
 
     Why: a group that is gathered needs no collective for another call.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -203,7 +203,7 @@ def is_unsharded(group: Any) -> bool:
 
     Why: only then are there copies that user code may have written.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -215,7 +215,7 @@ def gather_unit(group: Any) -> None:
 
     Why: a rank takes part in the gathers of units that it did not call.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``FSDPModule.unshard``, which gathers for forwards, and knows no offloaded shards.
     """
@@ -229,7 +229,7 @@ def gather_only(group: Any) -> None:
 
     Why: as for :func:`gather_unit`.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``FSDPModule.unshard``, for all groups of a module together.
     """
@@ -243,7 +243,7 @@ def prefetch_unit(group: Any) -> None:
 
     Why: the next unit of the common order may be one that this rank did not call.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``FSDPModule.set_modules_to_backward_prefetch``, which fixes the order once.
     """
@@ -258,7 +258,7 @@ def reduce_unit(group: Any) -> None:
 
     Why: a rank takes part in the reductions of units that it did not call.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -271,7 +271,7 @@ def release_unit(group: Any) -> None:
 
     Why: gathered parameters whose shards were written since are gathered anew.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``FSDPModule.reshard``, for all groups of a module together.
     """
@@ -283,7 +283,7 @@ def initialize_root(model: nn.Module) -> None:
 
     Why: FSDP2 takes the module that is called first for the root. User code may call a unit first.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -296,7 +296,7 @@ def forget_backward(model: nn.Module) -> None:
 
     Why: a backward of which the gradient is differentiated again leaves parameters gathered and nothing to reduce.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -315,7 +315,7 @@ def call_at_end_of_backward(model: nn.Module) -> None:
 
     Why: a rank may reach parameters through no unit's output, or none at all, while others end a backward.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -328,7 +328,7 @@ def shown_parameters(group: Any) -> list[tuple[nn.Module, str, Any]]:
 
     Why: between calls the modules show the sharded parameters, which the optimizer has, even if copies are kept.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """

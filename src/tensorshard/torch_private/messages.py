@@ -26,7 +26,7 @@ def reading_in_one_process() -> Iterator[None]:
 
     Why: ``no_dist=True`` asks for exactly that. The warning comes for every tensor.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -41,7 +41,7 @@ def compiling() -> Iterator[None]:
 
     Why: compilation for CPUs looks for the toolkit and works without it. The user has chosen to train on CPUs.
 
-    Checked: torch 2.11 and 2.13, of which builds for CUDA say so.
+    Checked: torch 2.13 and 2.15, of which builds for CUDA say so.
 
     Public way: none; ``TORCH_LOGS`` sets the level of all messages.
     """
@@ -63,7 +63,7 @@ def silence_profiler_marks() -> None:
     Why: they are marks for tracing tools, and break the progress bar. The first profiler of a process reads the
     variable, once. A user's setting stays. Only for profiles of CPUs: errors of a GPU's profiler have a lower level.
 
-    Checked: torch 2.11 and 2.13; 2.13 writes them.
+    Checked: torch 2.13 and 2.15.
 
     Public way: this variable, which torch does not document.
     """

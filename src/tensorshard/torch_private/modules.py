@@ -5,7 +5,7 @@ normalizations, and of dropouts, in all dimensions.
 
 Why: users' layers derive from them, and so do layers that later versions of torch add.
 
-Checked: torch 2.11 and 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: a tuple of all public classes, which misses such layers.
 """
@@ -59,12 +59,12 @@ __all__ = [
 
 # The code that runs a module's call, around its forward.
 # Why: in a traceback, a frame of this code stands for the file of the module's class.
-# Checked: torch 2.11 and 2.13. Public way: none.
+# Checked: torch 2.13 and 2.15. Public way: none.
 MODULE_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
 # The code that loads a module's state dict, and that converts its tensors.
 # Why: in the stack, a frame of this code tells that parameters are about to be written as a module holds them.
-# Checked: torch 2.11 and 2.13. Public way: none.
+# Checked: torch 2.13 and 2.15. Public way: none.
 MODULE_LOADS = (nn.Module._load_from_state_dict.__code__, nn.Module._apply.__code__)
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -78,7 +78,7 @@ RECURRENT_LISTS = ("_flat_weights", "_flat_weight_refs")
 
 Why: they need not follow the parameters.
 
-Checked: torch 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: none.
 """
@@ -93,7 +93,7 @@ def overrides_convolution(module: nn.Module) -> bool:
 
     Why: such a class (one that standardizes its weights, say) inherits torch's forward, which calls its own method.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; a subclass could be told from its base by ``type(module)`` alone.
     """
@@ -106,7 +106,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
     Why: ties have to be found under both names, and a class may override ``named_parameters``.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``named_parameters(recurse=False, remove_duplicate=False)``, where a class does not override it.
     """
@@ -118,7 +118,7 @@ def registrations(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
     Why: what user code registers later has to be noticed in every step, at no cost.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``named_parameters()`` and ``named_children()``, which take a tenth of a millisecond a block.
     """
@@ -130,7 +130,7 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Why: as for :func:`own_parameters`.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``named_buffers(recurse=False, remove_duplicate=False)``, where a class does not override it.
     """
@@ -142,7 +142,7 @@ def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
     Why: a forward may register buffers, which is undone where the forward runs again.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``named_buffers(recurse=False)`` and ``register_buffer``, which cannot take a buffer away again.
     """
@@ -154,7 +154,7 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module]:
 
     Why: as for :func:`own_parameters`; modules of a pipeline's other ranks are left out of ``named_modules``.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``named_children()``, to read, where a class does not override it and no module occurs twice.
     """
@@ -166,7 +166,7 @@ def every_module(model: nn.Module) -> dict[str, nn.Module]:
 
     Why: as for :func:`own_modules`.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``named_modules()``, where no module overrides it.
     """
@@ -190,7 +190,7 @@ def parameter_at(module: nn.Module, name: str) -> torch.Tensor | None:
 
     Why: before each forward it is looked up whether a caller has replaced a parameter, as ``functional_call`` does.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``getattr``, where the class does not override ``__getattr__``.
     """
@@ -202,7 +202,7 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> N
 
     Why: a forward runs on parameters whose gradients are summed over ranks, or of which this rank holds a part.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``setattr``, where `value` is an ``nn.Parameter`` and the class neither overrides ``__setattr__`` nor
     parametrizes the parameter; ``torch.func.functional_call``, around a whole forward.
@@ -218,7 +218,7 @@ def refresh_recurrent_weights(module: nn.Module) -> None:
 
     Why: the layer keeps a list of them, which :func:`set_parameter` does not change.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``setattr``, which only takes an ``nn.Parameter``.
     """
@@ -231,7 +231,7 @@ def buffer_names(module: nn.Module) -> list[str]:
 
     Why: a forward may put a tensor where there was none, and a repeated forward must find none again.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``named_buffers`` leaves out buffers that are None.
     """
@@ -243,7 +243,7 @@ def buffer_at(module: nn.Module, name: str) -> torch.Tensor | None:
 
     Why: as for :func:`buffer_names`.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``getattr``, where the class does not override ``__getattr__``.
     """
@@ -255,7 +255,7 @@ def set_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None
 
     Why: a meta model gets its real buffers.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``setattr``, where the class does not override ``__setattr__``.
     """
@@ -270,7 +270,7 @@ def clear_forward_hooks(module: nn.Module) -> None:
 
     Why: a pipeline stage that is not the last does not return the output that they are for.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``RemovableHandle.remove()``, for whoever registered them.
     """
@@ -282,7 +282,7 @@ def clear_hooks(module: nn.Module) -> None:
 
     Why: the stand-in for a module of another stage gets other values than the hooks are for.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``RemovableHandle.remove()``, for whoever registered them.
     """
@@ -301,7 +301,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
     Why: some compute a weight, and must do so in fp32.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -328,7 +328,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
     Why: the hooks join its outputs, or its inputs, in one node of the graph, which a pipeline cannot cut.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -340,7 +340,7 @@ def check_batch_norm_input(module: BatchNormBase, input: torch.Tensor) -> None:
 
     Why: batch normalization over ranks replaces that forward.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: the forward itself, but it also computes.
     """
@@ -353,7 +353,7 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
     Why: this is the convention for models on the meta device. The method of ``nn.MultiheadAttention`` begins with an
     underscore.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``reset_parameters``, which all of torch's other layers have.
     """
@@ -364,9 +364,9 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
 def truncated_normal_replaced(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Inside, ``nn.init.trunc_normal_`` uses ``make(torch's own function)``.
 
-    Why: from torch 2.12 on it reads what it has drawn, which a recorded constructor cannot do.
+    Why: it reads what it has drawn, which a recorded constructor cannot do.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: replacing ``nn.init.trunc_normal_``, which misses code that imported it by name.
     """
@@ -383,7 +383,7 @@ class ConvertibleModule(nn.Module):
 
     Why: parameters of a special class must be plain ones while torch replaces them.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none. ``to`` and the like can be overridden, but not those of the model around it, which call this one.
     """
@@ -409,7 +409,7 @@ def without_values(module: nn.Module, own_class: Callable[[nn.Module], type[nn.M
     Why: code that only asks for names and classes can be run on it, while ``copy.deepcopy`` of a laid-out model fails:
     FSDP2 refuses it.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """

@@ -4,7 +4,7 @@
 
 Why: a recorder can only replay plain operators.
 
-Checked: torch 2.11 and 2.13.
+Checked: torch 2.13 and 2.15.
 
 Public way: ``type(torch.ops.aten.add.Tensor)``, which type checkers do not follow.
 """
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 
 # The operators that F.scaled_dot_product_attention calls, one for each kind of kernel.
 # Why: selective recomputation keeps their results, which cost the most to compute again.
-# Checked: torch 2.11 and 2.13. Public way: none.
+# Checked: torch 2.13 and 2.15. Public way: none.
 ATTENTION_KERNELS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -45,7 +45,7 @@ ATTENTION_KERNELS = frozenset(
 
 # The operators that fused optimizers call on lists of weights, gradients and states. They update elements one by one.
 # Why: shards are updated as plain tensors, since DTensor would first compare the placements of all of them.
-# Checked: torch 2.11 and 2.13. Public way: none.
+# Checked: torch 2.13 and 2.15. Public way: none.
 FUSED_UPDATES = frozenset(
     overload
     for packet in (_aten._fused_adam_, _aten._fused_adamw_, _aten._fused_adagrad_, _aten._fused_sgd_)
@@ -54,7 +54,7 @@ FUSED_UPDATES = frozenset(
 
 # The operator that torch.amp.GradScaler calls on the gradients of one device and type.
 # Why: DTensor has its own rule for it, which has to be extended for mixtures of DTensors and plain tensors.
-# Checked: torch 2.11 and 2.13. Public way: none.
+# Checked: torch 2.13 and 2.15. Public way: none.
 UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -63,7 +63,7 @@ def schema(operator: Any) -> Any:
 
     Why: a tracer has to know what an operator changes in place.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``operator.name()`` for the name; none for the rest.
     """
@@ -75,7 +75,7 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype |
 
     Why: the norm of a model's gradient is taken every step.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``torch.linalg.vector_norm`` of each: a kernel for every tensor.
     """
@@ -87,7 +87,7 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> N
 
     Why: clipping scales every gradient, every step.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``Tensor.mul_`` of each: a kernel for every tensor.
     """
@@ -99,7 +99,7 @@ def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_sca
 
     Why: if a ``GradScaler``'s gradients are sharded, each rank unscales its own shards.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``torch.isfinite`` and ``Tensor.mul_`` of each: several kernels for every tensor.
     """
@@ -111,7 +111,7 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
 
     Why: indices are checked before each lookup, as torch's own kernels check them.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``assert condition.item()``, which waits for the device.
     """
@@ -130,7 +130,7 @@ def fused_adam_(
 
     Why: the optimizers' functions around it take as long as the update of a tile.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``torch.optim.adam.adam``.
     """

@@ -9,12 +9,12 @@ from torch.nn.utils import clip_grad
 
 # A function of `clip_grad` that clip_grad_norm_ looks up when it is called.
 # Why: replacing it reaches scripts that imported clip_grad_norm_ by name.
-# Checked: torch 2.11 and 2.13. Public way: replacing clip_grad_norm_ itself, which does not reach those.
+# Checked: torch 2.13 and 2.15. Public way: replacing clip_grad_norm_ itself, which does not reach those.
 TOTAL_NORM = "_get_total_norm"
 
 # The method of GradScaler that unscales an optimizer's gradients. It returns, by device, whether there was an overflow.
 # Why: ranks that hold different shards have to agree whether there was one.
-# Checked: torch 2.11 and 2.13. Public way: a subclass of GradScaler, where the scaler is not the user's own object.
+# Checked: torch 2.13 and 2.15. Public way: a subclass of GradScaler, where the scaler is not the user's own object.
 UNSCALE_GRADIENTS = "_unscale_grads_"
 
 __all__ = ["TOTAL_NORM", "UNSCALE_GRADIENTS", "clip_grad", "set_last_rates", "set_unscaling", "step_without_hooks"]
@@ -29,7 +29,7 @@ def set_unscaling(scaler: Any, unscale: Callable[..., dict[torch.device, torch.T
 
     Why: each rank unscales its own shards, and ranks agree whether a gradient was not finite.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: a subclass of ``GradScaler``, where the scaler is not the user's own object.
     """
@@ -41,7 +41,7 @@ def set_last_rates(schedule: torch.optim.lr_scheduler.LRScheduler, rates: list[f
 
     Why: a run that is resumed with other peak rates sets the rates of its present step.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``schedule.load_state_dict``, by the same private name.
     """
@@ -54,7 +54,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     Why: an offloaded optimizer takes one step in several calls. Hooks (such as gathering parameters) belong around all
     of them. torch wraps each class's ``step`` when the first optimizer of it is made.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """

@@ -15,7 +15,7 @@ class ScheduleStage(_PipelineStageBase):
     Why: ``PipelineStage`` runs a module on tensors of one shape, and asks its neighbours for theirs. tensorshard's
     stages take any inputs, and know the shapes.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``PipelineStage`` is the only public stage.
     """

@@ -1,23 +1,28 @@
-"""Custom process groups, and the settings of a group."""
+"""Custom process groups, the settings of a group, and what ``DistributedDataParallel`` averages and leaves alone."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
+    _get_default_store,
     _register_process_group,
     _resolve_process_group,
     _set_pg_timeout,
     _unregister_all_process_groups,
     _update_default_pg,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 _STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="fake")
 """The backend that a fake world stands for: see :func:`fake_world`."""
@@ -28,7 +33,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
     Why: a group may have one backend per device. Collectives are built from sends and receives on Gloo only.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``dist.get_backend_config(group)``, for groups that torch has made.
     """
@@ -41,7 +46,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
     Why: Gloo's sends and receives use the timeout that was set when the group was made, unless each wait has its own.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -49,12 +54,41 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timedelta(0) if backend.name() == "fake" else backend.options._timeout  # nobody waits in a fake world
 
 
+def default_store() -> dist.Store:
+    """The key-value store of the world that this process is in.
+
+    Why: ranks write there what they do, where another one of them can read it while it waits in a collective.
+
+    Checked: torch 2.13.
+
+    Public way: none; a store that one makes needs an address of its own.
+    """
+    return _get_default_store()
+
+
+def place_of_wait(thread: int) -> tuple[int, int] | None:
+    """Where a thread of this process waits for other ranks, to compare with a later answer; None if it computes.
+
+    Why: a rank that computes for long is not one that waits for ever.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    module = frame.f_globals.get("__name__", "")
+    waits = module.startswith(("torch.distributed.", "tensorshard.comm.")) or module == "torch._ops"
+    return (id(frame), frame.f_lasti) if waits else None
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Sets how long the ranks of `group` wait for each other.
 
     Why: a mesh makes its groups with torch's own timeout, 30 minutes on Gloo.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``dist.new_group(timeout=...)``, for groups that one makes.
     """
@@ -67,7 +101,7 @@ def merged_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
 
     Why: losses are averaged over two axes of a mesh at once.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``dist.new_group`` for every such set of ranks, but the mesh would not know these groups.
     """
@@ -104,7 +138,7 @@ class LocalGroup(dist.ProcessGroup):
     Why: layers and transforms call ``torch.distributed`` with a group. Their results are checked on ranks that are
     threads, and shapes are found on ranks that do not exist.
 
-    Checked: torch 2.11 and 2.13, which calls three of the methods by new names.
+    Checked: torch 2.13 and 2.15, which call three of the methods by two names each.
 
     Public way: none. A backend added by ``dist.Backend.register_backend`` serves groups with one rank in each
     process.
@@ -147,7 +181,7 @@ class LocalGroup(dist.ProcessGroup):
         self._comm.all_to_all(output, input, output_splits, input_splits)
         return _Done()
 
-    # The names that torch 2.13 calls.
+    # The names that torch.distributed's functions call; its C++ calls those above.
 
     def all_gather_single(self, *args: Any) -> dist.Work:
         return self._allgather_base(*args)
@@ -193,7 +227,7 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
     Why: one process tries a plan for many ranks. Collectives return at once, and move nothing. A send or receive keeps
     its tensor as those of Gloo and NCCL do: as long as the object that it returned exists, waited for or not.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; the backend "fake" and its store are for torch's own tests.
 
@@ -255,7 +289,7 @@ def forget_world() -> list[Any]:
     Why: a fork has copies of its parent's groups without their threads, so it can neither use nor destroy them. To try
     plans, it must be in its own world.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``dist.destroy_process_group()`` waits for threads that a fork does not have.
 
@@ -278,7 +312,7 @@ def world_set_aside() -> Iterator[None]:
 
     Why: plans are tried in a fork of a rank. Where a fork cannot run autograd, the rank tries them itself.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -305,7 +339,7 @@ def alone_in_the_world() -> Iterator[None]:
     Why: a model is examined by running its code on one rank, or on fake tensors. Code that calls ``torch.distributed``
     itself would wait there for ranks that do not run it.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -330,7 +364,7 @@ def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
     Why: the bytes sent along each axis are counted where operators are called. These get a group's C++ object or, if
     they are functional, its name.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -342,3 +376,74 @@ def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
     if not isinstance(argument, torch.ScriptObject) or "ProcessGroup" not in str(argument._type()):
         return None
     return dist.ProcessGroup.unbox(argument)
+
+
+def active_ddp_module() -> Any:
+    """The ``DistributedDataParallel`` whose forward is running, or None.
+
+    Why: a gather or scatter in that forward has to make up for the averaging of the gradients.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def ddp_ignored(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers of `module` that ``DistributedDataParallel`` will ignore, whoever set them.
+
+    Why: the list is set as a whole, so names that others have set must be kept.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def set_ddp_ignored(module: nn.Module, names: list[str]) -> None:
+    """Makes ``DistributedDataParallel`` ignore the parameters and buffers of `names` in `module`.
+
+    Why: each rank holds another shard of a split parameter, which must not be averaged or broadcast.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none. PyTorch's DDP tutorials name this one.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def refuse_wrappers(modules: Iterable[nn.Module], message: str) -> None:
+    """From now on, ``DistributedDataParallel``, ``fully_shard`` and ``replicate`` of one of `modules` raise `message`.
+
+    Why: on top of a model that a plan was applied to, they fail in ways that do not say why, or reduce gradients twice.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    for module in modules:
+        vars(module)["_ddp_params_and_buffers_to_ignore"] = _Refused(message)
+        for key in (REGISTRY_KEY, STATE_KEY):
+            vars(module)[key] = _RefusedTable(vars(module).get(key, {}))
+            vars(module)[key].message = message
+
+
+class _Refused:
+    """What ``DistributedDataParallel`` makes a set of, as the first thing that it reads of a module."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __iter__(self) -> NoReturn:
+        raise RuntimeError(self._message)
+
+
+class _RefusedTable(OrderedDict[Any, Any]):
+    """Where torch looks up whether a module is wrapped already."""
+
+    message: str
+
+    def __contains__(self, key: object) -> NoReturn:
+        raise RuntimeError(self.message)

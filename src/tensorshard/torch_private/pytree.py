@@ -3,7 +3,7 @@
 Why: batches, arguments and outputs of models are tuples, lists and dicts of tensors, or of classes that
 ``transformers`` registers in torch's own registry, which another library would not know.
 
-Checked: torch 2.11 and 2.13, for `TreeSpec`, `tree_flatten`, `tree_leaves`, `tree_map`, `tree_map_only` and
+Checked: torch 2.13 and 2.15, for `TreeSpec`, `tree_flatten`, `tree_leaves`, `tree_map`, `tree_map_only` and
 `tree_unflatten`.
 
 Public way: none in these versions. The ``optree`` package has the same functions; classes registered with torch would
@@ -23,7 +23,7 @@ def tree_tensors(tree: Any) -> list[torch.Tensor]:
 
     Why: as for `tree_leaves`.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: as for `tree_leaves`.
     """
@@ -36,7 +36,7 @@ def spec_as_tuples(spec: TreeSpec) -> Any:
     Why: torch 2.13 warns about a deprecated class of its own whenever a spec is unpickled. Users can do nothing about
     it, since tensorshard sends the specs.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``treespec_dumps`` is as private, and knows fewer types.
     """
@@ -48,7 +48,7 @@ def spec_from_tuples(tuples: Any) -> TreeSpec:
 
     Why: as for that function.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: as for that function.
     """

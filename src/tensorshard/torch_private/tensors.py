@@ -1,7 +1,8 @@
-"""A tensor's memory, version and kind."""
+"""A tensor's memory, version and kind, and when storages are resized."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -12,12 +13,20 @@ QUESTIONS = ("_is_view", "_has_compatible_shallow_copy_type")
 """Names of functions by which torch's own Python code asks what kind of tensor one is, without reading values."""
 
 
+_OBJECT_ATTRIBUTES = (
+    *("requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
+    *("is_quantized", "is_mkldnn", "is_nested", "is_sparse_csr", "is_xpu", "is_mps", "is_mtia", "is_xla", "names"),
+    *("output_nr", "retains_grad", "name", "_version", "_base", "_cdata", "_grad", "_backward_hooks"),
+    "_post_accumulate_grad_hooks",
+)
+
+
 def storage_address(storage: torch.UntypedStorage) -> int:
     """The same number for all tensors on one storage, as long as it exists; also for fake and meta tensors.
 
     Why: tensorshard also has to know which fake tensors share memory, whose ``data_ptr()`` is 0 or an error.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``storage.data_ptr()``, for tensors with memory that is not empty.
     """
@@ -29,7 +38,7 @@ def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Why: as for :func:`storage_address`.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: as for :func:`storage_address`.
     """
@@ -41,7 +50,7 @@ def detached_alike(tensor: torch.Tensor) -> torch.Tensor:
 
     Why: in a dispatch mode, ``detach`` gives an alias with its own version, which does not show changes in place.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -54,7 +63,7 @@ def tensor_version(tensor: torch.Tensor) -> int:
 
     Why: results computed from a tensor can be used again only if the tensor has not changed.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none. The autograd notes name it, but it has no public name.
     """
@@ -78,7 +87,7 @@ def storage_owners(tensor: torch.Tensor) -> int:
 
     Why: code that kept ``parameter.data`` reads the parameter's memory without using the parameter.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -90,7 +99,7 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 
     Why: ``nn.Parameter(...)`` would make another tensor, and takes no subclass of DTensor.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``nn.Parameter``, for plain tensors that may be replaced by another object.
     """
@@ -102,7 +111,7 @@ def count_gradient_hooks(tensor: torch.Tensor) -> int:
 
     Why: a plan replaces parameters, and their hooks would be lost silently.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -114,7 +123,7 @@ def tensor_base_getter() -> object:
 
     Why: FSDP asks this of every output. A tensor whose values are not computed yet can answer without computing them.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
@@ -126,7 +135,7 @@ def object_attributes() -> list[object]:
 
     Why: of a parameter that is split over ranks, this rank's part answers such questions as the whole would.
 
-    Checked: torch 2.11 and 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none for those with a private name, which torch's own Python code reads.
     """
@@ -135,9 +144,25 @@ def object_attributes() -> list[object]:
     return getters + [getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "_backward_hooks", "_grad")]
 
 
-_OBJECT_ATTRIBUTES = (
-    *("requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
-    *("is_quantized", "is_mkldnn", "is_nested", "is_sparse_csr", "is_xpu", "is_mps", "is_mtia", "is_xla", "names"),
-    *("output_nr", "retains_grad", "name", "_version", "_base", "_cdata", "_grad", "_backward_hooks"),
-    "_post_accumulate_grad_hooks",
-)
+@contextmanager
+def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `resized` is called after each ``UntypedStorage.resize_``.
+
+    Why: ZeRO 3 frees gathered parameters by making their storages empty, which no dispatch mode sees.
+
+    Checked: torch 2.13 and 2.15, in which ``torch.distributed.fsdp`` resizes storages so.
+
+    Public way: none.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, *args: Any) -> Any:
+        result = original(storage, *args)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

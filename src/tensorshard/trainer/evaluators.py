@@ -4,13 +4,9 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 
 from tensorshard.engine.engine import Engine
-from tensorshard.model.batches import to_device
-from tensorshard.trainer.step_record import BatchSize
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -26,7 +22,7 @@ class Evaluator(Protocol):
 class LossEvaluator:
     """The mean loss: for a language model, in nats a token.
 
-    Batches are weighted by their samples over all data ranks, so a smaller last batch counts less.
+    It is that of all samples (or tokens, where the loss counts them), so a smaller last batch counts less.
 
     Args:
         loader: this data rank's batches of ``(inputs, targets)``, the same ones in each evaluation.
@@ -40,14 +36,7 @@ class LossEvaluator:
         self.name = name
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
-        losses: list[Tensor] = []
-        samples: list[int] = []
-        for inputs, targets in islice(self.loader, self.max_batches):
-            losses.append(engine.evaluate(inputs, targets))
-            samples.append(BatchSize.of(inputs).samples)
-        weights = torch.tensor(samples, device=engine.device)
-        dist.all_reduce(weights, group=engine.mesh.dp_group)
-        return {self.name: float((torch.stack(losses).double() * weights).sum() / weights.sum())}
+        return {self.name: float(engine.evaluate(islice(self.loader, self.max_batches)))}
 
 
 class MetricEvaluator:
@@ -55,25 +44,33 @@ class MetricEvaluator:
 
     Args:
         loader: this data rank's batches of ``(inputs, targets)``, the same ones in each evaluation.
-        metrics: by the name of the result; each is updated with ``(outputs, targets)`` and sums over ranks
-            itself.
+        metrics: by the name of the result; each is updated with the outputs and targets of all ranks, see
+            :meth:`tensorshard.Engine.evaluate`.
         max_batches: how many to use, or None for all.
     """
 
     def __init__(self, loader: Iterable[Any], metrics: Mapping[str, "Metric"], max_batches: int | None = None) -> None:
         self.loader = loader
-        self.metrics = dict(metrics)
+        self.metrics = {name: _OfLogits(metric) for name, metric in metrics.items()}
         self.max_batches = max_batches
 
-    @torch.no_grad()
     def evaluate(self, engine: Engine) -> dict[str, float]:
-        metrics = {name: metric.to(engine.device) for name, metric in self.metrics.items()}
-        for batch in islice(self.loader, self.max_batches):
-            inputs, targets = batch
-            outputs, targets = engine.predict(inputs), to_device(targets, engine.device)
-            for metric in metrics.values():
-                metric.update(outputs, targets)
-        results = {name: float(metric.compute()) for name, metric in metrics.items()}
-        for metric in metrics.values():
-            metric.reset()
-        return results
+        found = engine.evaluate(islice(self.loader, self.max_batches), metrics=self.metrics)
+        return {name: float(value) for name, value in found.items()}
+
+
+class _OfLogits(nn.Module):
+    """A metric of the logits, if the model's output is an object that has them, as those of transformers are."""
+
+    def __init__(self, metric: "Metric") -> None:
+        super().__init__()
+        self.metric = metric
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.metric.update(getattr(outputs, "logits", outputs), targets)
+
+    def compute(self) -> Any:
+        return self.metric.compute()
+
+    def reset(self) -> None:
+        self.metric.reset()

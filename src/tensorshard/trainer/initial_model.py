@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from tensorshard.config import ConfigError, instantiate
@@ -22,18 +22,39 @@ def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedMod
     Raises:
         ConfigError: there are no such files, or no model for them.
     """
-    if _KEY not in config or _is_argument(config):
+    path = _files(config)
+    if path is None and (_KEY not in config or _is_argument(config)):
         return functools.partial(_build, config)
-    path = config[_KEY]
     rest = config.copy()
+    OmegaConf.set_struct(rest, False)
     del rest[_KEY]
     if path is None:
         return functools.partial(_build, rest)
     if "_target_" not in rest and any(key not in CALL_KEYS for key in rest):
         given = ", ".join(str(key) for key in rest)
         raise ConfigError(f"model has {given} beside model.pretrained={path}, and no _target_ that would take them")
+    return _pretrained(path, functools.partial(_build, rest) if "_target_" in rest else None)
+
+
+def check_files(config: DictConfig) -> None:
+    """Refuses a ``model`` section whose files of weights are not there. It does not import transformers.
+
+    Raises:
+        ConfigError: there are no such files.
+    """
+    path = _files(config)
+    if path is not None:
+        _pretrained(path, nn.Module)
+
+
+def _files(config: DictConfig) -> str | None:
+    """The files that the model's weights are in; None for those of its constructor."""
+    return config[_KEY] if _KEY in config and not _is_argument(config) else None
+
+
+def _pretrained(path: str, build: Callable[[], nn.Module] | None) -> PretrainedModel:
     try:
-        return from_pretrained(path, functools.partial(_build, rest) if "_target_" in rest else None)
+        return from_pretrained(path, build)
     except (OSError, ImportError, ValueError) as error:
         raise ConfigError(f"{WEIGHTS_KEY}={path}: {error}") from error
 

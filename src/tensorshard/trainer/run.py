@@ -17,6 +17,7 @@ from torch import nn
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.groups import world_group
+from tensorshard.comm.refusals import is_refusal, sentence
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, ranks_here
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
@@ -94,24 +95,31 @@ def run(
 
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
-    with log, StopRequest() as stop:
-        parts = _prepare(config, settings, start, console, stop, patience, expected, held_before)
-        if dist.get_rank() == 0:
-            write_config(config, start.directory, parts.trainer.step)
-        first, last = parts.trainer.step + 1, settings.steps
-        if first > last:
-            logger.info("%s has all %d steps; raise train.steps to train further", start.checkpoint, last)
-        else:
-            verb = "continuing" if start.checkpoint else "training"
-            logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
-            _record_session(parts.trainer, start.directory, expected, held_before)
-            try:
-                parts.trainer.fit()
-            except OutOfRangeError as error:
-                raise ConfigError(f"data: {error}") from error
-            _report(parts, config, start.directory, console, expected, held_before)
-            if sample is not None and not parts.trainer.interrupted:
-                console.print(Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False))
+    try:
+        with log, StopRequest() as stop:
+            parts = _prepare(config, settings, start, console, stop, patience, expected, held_before)
+            if dist.get_rank() == 0:
+                write_config(config, start.directory, parts.trainer.step)
+            first, last = parts.trainer.step + 1, settings.steps
+            if first > last:
+                logger.info("%s has all %d steps; raise train.steps to train further", start.checkpoint, last)
+            else:
+                verb = "continuing" if start.checkpoint else "training"
+                logger.info("%s in %s, steps %d to %d", verb, start.directory.path, first, last)
+                _record_session(parts.trainer, start.directory, expected, held_before)
+                try:
+                    parts.trainer.fit()
+                except OutOfRangeError as error:
+                    raise ConfigError(f"data: {error}") from error
+                _report(parts, config, start.directory, console, expected, held_before)
+                if sample is not None and not parts.trainer.interrupted:
+                    console.print(
+                        Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False)
+                    )
+    except Exception as error:
+        if isinstance(error, ConfigError) or not is_refusal(error):
+            raise
+        raise ConfigError(f"{sentence(error)}\n(the traceback is in {log.path})") from error
     if not joined_before:
         dist.destroy_process_group()
 
@@ -196,7 +204,7 @@ def _prepare(
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,
         options,
-        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints),
+        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints, settings.save_best),
     ]
     trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
     if state:

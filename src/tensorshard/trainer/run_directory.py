@@ -26,7 +26,7 @@ class RunDirectory:
         tensorboard/       event files, where TensorBoard is installed or asked for
         wandb/, wandb.id, mlflow.id    where train.loggers asks for them
         profile/           traces of the steps that train.profile names; memory.html of train.profile_memory
-        checkpoints/       step-100, step-200, ...; each is whole or absent
+        checkpoints/       step-100, step-200, ..., and best; each is whole or absent
 
     Attributes:
         path: the directory.
@@ -69,6 +69,10 @@ class RunDirectory:
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint after `step` steps is or will be."""
         return self.path / "checkpoints" / f"step-{step}"
+
+    @property
+    def best_checkpoint(self) -> Path:
+        return self.path / "checkpoints" / "best"
 
     def checkpoint_steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first. They get their names only once they are whole."""

@@ -9,6 +9,7 @@ from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.config_error import suggest
 from tensorshard.plan.plan import Plan
 from tensorshard.trainer.hooks.profiling import profiled_steps
+from tensorshard.trainer.hooks.schedule import best_of
 from tensorshard.trainer.loggers import chosen_services
 
 SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")
@@ -30,6 +31,8 @@ class TrainSettings:
         eval_batches: global batches in an evaluation; None for the whole validation set.
         save_every: steps between checkpoints; 0 for one at the end alone.
         keep_checkpoints: how many checkpoints to keep, the newest ones; 0 for all.
+        save_best: which evaluation's state ``checkpoints/best`` holds, such as "lowest val_loss"; None for no such
+            checkpoint.
         log_every: steps between log lines.
         num_workers: processes that load data, for each rank; 0 loads in the rank itself.
         loggers: programs that measurements are written for beside the terminal and ``metrics.jsonl``.
@@ -54,6 +57,7 @@ class TrainSettings:
     keep_checkpoints: int
     log_every: int
     num_workers: int
+    save_best: str | None = None
     loggers: list[str] = field(default_factory=list)
     profile: range | None = None
     debug: bool = False
@@ -112,6 +116,8 @@ class TrainSettings:
                 values["profile"] = profiled_steps(values["profile"])
             except ValueError as error:
                 raise ConfigError(f"train.profile: {error}") from error
+        if values.get("save_best") is not None:
+            _check_best(values["save_best"], config)
         return cls(**values)
 
     def check_batch(self, dp_size: int) -> None:
@@ -130,3 +136,17 @@ class TrainSettings:
             f"train.global_batch_size {self.global_batch_size} does not divide by {dp_size} data ranks x "
             f"{self.plan.micro_batches} micro-batches; the nearest that does is {near}"
         )
+
+
+def _check_best(best: Any, config: DictConfig) -> None:
+    """Checks that ``train.save_best`` names something that evaluations measure."""
+    try:
+        _, metric = best_of(best)
+    except ValueError as error:
+        raise ConfigError(f"train.save_best: {error}") from error
+    measured = ["val_loss", *(config.get("metrics") or {})] if config.data.get("validation") is not None else []
+    if metric not in measured:
+        known = (
+            f"evaluations measure {', '.join(measured)}" if measured else "nothing is evaluated without data.validation"
+        )
+        raise ConfigError(f"train.save_best names {metric!r}; {known}")

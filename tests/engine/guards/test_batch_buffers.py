@@ -35,6 +35,8 @@ class Tracking(nn.Module):
         with torch.no_grad():
             if self.way in ("mean", "own") or (self.way == "late" and self.calls > 2):
                 self.center.lerp_(x.mean(0), 0.1)
+            elif self.way == "data":  # whose version stays
+                self.center.data.lerp_(x.mean(0), 0.1)
             elif self.way == "counts":  # whose sum is the same on every rank
                 self.count += nn.functional.one_hot(x[:, :4].argmax(1), 4).sum(0)
             elif self.way == "replaced":
@@ -76,7 +78,7 @@ def _run(way: str, fields: dict[str, Any], own_loop: bool = False, steps: int = 
             else:
                 engine.step(x, y)
         except RuntimeError as error:
-            if step == 0 and not own_loop and way != "parameter":
+            if step == 0 and not own_loop and way not in ("parameter", "data"):
                 parity.assert_same_state(engine.full_state_dict(), before, 0.0)
             return str(error), step, None
     return "", steps, engine.full_state_dict()
@@ -100,7 +102,9 @@ def _assert_named(found: list[tuple[str, int, Any]], buffer: str, steps: int = 0
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("way", "buffer"), [("mean", "center"), ("counts", "count"), ("replaced", "center")])
+@pytest.mark.parametrize(
+    ("way", "buffer"), [("mean", "center"), ("counts", "count"), ("replaced", "center"), ("data", "center")]
+)
 def test_values_of_a_ranks_samples_are_refused_before_the_first_update(ranks, way, buffer, level):
     _assert_named(ranks(2, _run, way, dict(zero=level)), buffer)
 

@@ -111,6 +111,13 @@ def test_every_rank_of_other_plans_refuses_it(ranks):
             assert "module 'coupled' takes the max" in message
 
 
+def test_micro_batches_are_parts_too(ranks):
+    for world_size, fields in ((1, dict(micro_batches=2)), (2, dict(zero=3, micro_batches=2))):
+        for message, _ in ranks(world_size, _run, "max", fields):
+            assert "module 'coupled' takes the max" in message
+    assert ranks(1, _run, "of samples", dict(micro_batches=2))[0][0] == ""
+
+
 def test_a_loop_of_ones_own_refuses_it(ranks):
     for message, _ in ranks(2, _run, "max", dict(zero=1), True):
         assert "module 'coupled' takes the max" in message

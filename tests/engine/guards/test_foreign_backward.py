@@ -83,7 +83,15 @@ def _adversaries(fields: dict[str, Any]) -> tuple:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("more", [dict(micro_batches=2), dict(precision="fp16"), {}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(dict(micro_batches=2), marks=pytest.mark.slow),
+        pytest.param(dict(precision="fp16"), marks=pytest.mark.slow),
+        {},
+    ],
+    ids=str,
+)
 def test_adversaries_train_as_on_one_process(ranks, level, more):
     found = ranks(2, _adversaries, dict(zero=level, **more))[0]
     tolerance = 2e-2 if "precision" in more else 1e-5

@@ -52,7 +52,7 @@ def _contrastive(fields: dict[str, Any], gathered: bool) -> tuple[list[float], d
     return losses, engine.full_state_dict(), said
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=3), dict(zero=1, recompute="full")], ids=str)
 def test_a_gathered_contrastive_loss_is_that_of_one_process(ranks, size, fields):
     [(expected, state, said)] = ranks(1, _contrastive, dict(zero=0), True)
@@ -94,36 +94,15 @@ def _independent(fields: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "fields"),
-    [(2, dict(zero=3, micro_batches=2)), (4, dict(pp=2, micro_batches=4)), (2, dict(precision="bf16", zero=2))],
+    [
+        (2, dict(zero=3, micro_batches=2)),
+        pytest.param(4, dict(pp=2, micro_batches=4), marks=pytest.mark.slow),
+        (2, dict(precision="bf16", zero=2)),
+    ],
     ids=str,
 )
 def test_cross_entropy_is_not_suspected(ranks, size, fields):
     assert all(said == [] for said in ranks(size, _independent, fields))
-
-
-def _output_loss(counted: bool) -> list[str]:
-    """The loss that a model of transformers computes of labels, which differ in number between samples."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
-    tokens = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(0))
-    labels = torch.where(torch.arange(6) < torch.arange(8)[:, None] % 5 + 2, tokens, -100)
-
-    def loss(output: Any, labels: torch.Tensor) -> Any:
-        count = (labels[:, 1:] != -100).sum()
-        return (output.loss * count, count) if counted else output.loss
-
-    engine = ts.parallelize(model, ts.Plan(), optimizer=ADAMW, loss_fn=loss, debug=True)
-    tokens, labels = (t.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for t in (tokens, labels))
-    return _debug_lines(engine, ({"input_ids": tokens, "labels": labels}, labels))
-
-
-def test_a_mean_over_labels_is_told_of_sums_and_counts(ranks):
-    [line] = ranks(2, _output_loss, False)[0]
-    assert "return (sum, count)" in line and "gather_for_sum" not in line and "micro_batches=1" not in line
-    assert ranks(2, _output_loss, True) == [[], []]
 
 
 def _unequal() -> list[str]:

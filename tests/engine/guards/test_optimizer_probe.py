@@ -11,9 +11,9 @@ from torch import nn
 
 import seeds
 import tensorshard as ts
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.guards.optimizer_probe import check_optimizer
 from tensorshard.engine.optimizer import build_optimizer
-from tensorshard.sharded.sharded_model import ShardedModel
 
 
 class Muon(torch.optim.Optimizer):

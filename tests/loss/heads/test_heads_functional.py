@@ -124,6 +124,7 @@ def _compare_all(group_size: int) -> None:
             torch.testing.assert_close(local, part, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow_cases("4 ranks", "2 groups of 2")
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
 def test_value_and_gradients(ranks, world_size, group_size):
     ranks(world_size, _compare, group_size)

@@ -42,6 +42,7 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
 STEPS = 8
 
 
+@pytest.mark.fast_cases("gpt-1-micro4", "gpt-2-zero3-full", "gpt-2-pp2", "tied-2-pp2", "bert-2-zero2", "bert-2-tp2")
 @pytest.mark.parametrize("case", PLANS)
 def test_it_is_what_a_linear_layer_and_a_loss_are(ranks, case):
     kind, world_size, fields = PLANS[case]
@@ -63,6 +64,7 @@ def _train_wide(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "state": engine.full_state_dict()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_resnet_under_hybrid_plans(ranks, zero):
     found = ranks(4, _train_wide, "resnet_37_head", dict(dp_replicate=2, dp_shard=2, zero=zero))
@@ -133,6 +135,7 @@ def _load_and_step(kind: str, path: str) -> list[float]:
     return [engine.step(*parity.shard(engine, *parity.batch(kind, step))).item() for step in range(2, 4)]
 
 
+@pytest.mark.slow
 def test_a_plain_layer_goes_on_from_a_heads_checkpoint(ranks, tmp_path):
     path = str(tmp_path / "split")
     losses = ranks(4, _step_and_save, path)[0]

@@ -53,7 +53,7 @@ def _masked(kind: type[nn.Module], fields: dict[str, Any], sampled: bool) -> lis
     return [engine.step(*parity.shard(engine, *given(step))).item() for step in range(3)]
 
 
-@pytest.mark.parametrize("fields", [dict(tp=2), dict(pp=2, micro_batches=2)])
+@pytest.mark.parametrize("fields", [dict(tp=2), pytest.param(dict(pp=2, micro_batches=2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "sampled"), [(_Masked, False), (_Masked, True), (_Packed, True)])
 def test_a_mask_between_input_and_targets(ranks, kind, sampled, fields):
     expected = parity.reference("bert", steps=3)["losses"]
@@ -157,6 +157,7 @@ def _two_heads(fields: dict[str, Any], kind: type[nn.Module] = _Blocks) -> tuple
 NAMED = dict(shard_units=["blocks.*", "head", "middle"])
 
 
+@pytest.mark.fast_cases("{'tp': 2}", "{'zero': 3}")
 @pytest.mark.parametrize(
     "fields", [dict(tp=2), dict(zero=1, **NAMED), dict(zero=2), dict(zero=3), dict(zero=3, **NAMED)], ids=str
 )
@@ -291,7 +292,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("fields", [dict(tp=2), dict(zero=3)], ids=str)
+@pytest.mark.parametrize("fields", [dict(tp=2), pytest.param(dict(zero=3), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_inputs_on_every_rank(ranks, case, fields):
     model, change, message = BAD_INPUTS[case]

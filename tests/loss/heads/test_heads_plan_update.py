@@ -105,6 +105,7 @@ def _train(kind: str, fields: dict[str, Any], as_callable: bool = False, halve: 
     return {"losses": losses, "state": state, "groups": groups, "initial": initial, "messages": messages}
 
 
+@pytest.mark.slow_cases("gpt-4-tp2-zero1", "gpt-4-tp2-zero3-micro2", "gpt-4-pp2-tp2", "gpt-4-pp2-zero3", "resnet-2-tp2")
 @pytest.mark.parametrize("case", PLANS)
 def test_it_is_what_the_head_does_by_itself(ranks, case):
     kind, world_size, fields = PLANS[case]
@@ -128,7 +129,14 @@ def test_schedulers_see_the_group(ranks):
     assert [group["lr"] for group in found["groups"]] == pytest.approx([0.05 / 8, 0.2 / 8])
 
 
-@pytest.mark.parametrize("fields", [dict(tp=2), dict(zero=3), dict(pp=2, micro_batches=2)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(dict(tp=2), marks=pytest.mark.slow),
+        pytest.param(dict(zero=3), marks=pytest.mark.slow),
+        dict(pp=2, micro_batches=2),
+    ],
+)
 def test_a_callable_is_still_recorded(ranks, fields):
     """No process builds the whole model: the head's optimizer does not keep what its constructor made."""
     found = ranks(2, _train, "gpt", fields, True)[0]
@@ -172,7 +180,14 @@ def _plain_sgd(clip: float) -> dict[str, Any]:
     return {"losses": losses, "state": model.state_dict()}
 
 
-@pytest.mark.parametrize("fields", [dict(tp=2, zero=1), dict(pp=2, micro_batches=4), dict(zero=3)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(dict(tp=2, zero=1), marks=pytest.mark.slow),
+        dict(pp=2, micro_batches=4),
+        pytest.param(dict(zero=3), marks=pytest.mark.slow),
+    ],
+)
 def test_clipping(ranks, fields):
     expected = _plain_sgd(0.5)
     assert abs(expected["losses"][-1] - _alone("gpt")["losses"][-1]) > 1e-3
@@ -260,9 +275,9 @@ def _go_on(fields: dict[str, Any], path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks_before", "before", "ranks_after", "after"),
     [
-        (4, dict(tp=2, zero=3), 2, dict(pp=2, micro_batches=2)),
+        pytest.param(4, dict(tp=2, zero=3), 2, dict(pp=2, micro_batches=2), marks=pytest.mark.slow),
         (2, dict(pp=2, micro_batches=2), 2, dict(zero=1)),
-        (1, dict(), 4, dict(tp=2, zero=2)),
+        pytest.param(1, dict(), 4, dict(tp=2, zero=2), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_under_another_plan(ranks, tmp_path, ranks_before, before, ranks_after, after):

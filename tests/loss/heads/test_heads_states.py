@@ -200,6 +200,7 @@ def _accuracy(form: str, seed: int, epochs: int = 8) -> float:
     return 100 * head.accuracy(backbone(test_images), test_labels).item()
 
 
+@pytest.mark.slow
 def test_accuracy_is_that_of_fp32():
     seeds = range(4)
     found = {form: [_accuracy(form, seed) for seed in seeds] for form in FORMATS}

@@ -191,7 +191,9 @@ def _train_with_labels(kind: str, fields: dict[str, Any]) -> tuple[list[float], 
     return losses, engine.summary().logits
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "hf_bert"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow), "hf_bert"]
+)
 def test_losses_of_transformers_take_tiles(ranks, kind):
     [(expected, _)] = ranks(1, _train_with_labels, kind, {"logits": "whole"})
     for losses, said in ranks(2, _train_with_labels, kind, {"logits": "tiled", "zero": 3}):
@@ -234,6 +236,7 @@ def _compiled_blocks_beside_tiles() -> None:
     assert "are not held" in _said(engine, "classify")
 
 
+@pytest.mark.slow
 def test_compiled_blocks_beside_tiles(ranks):
     ranks(1, _compiled_blocks_beside_tiles)
 

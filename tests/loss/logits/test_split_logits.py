@@ -204,8 +204,8 @@ def _train(fields: dict[str, Any]) -> tuple[list[float], int]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"zero": 1, "recompute": "full"},
-        {"zero": 3, "sequence_parallel": True},
+        pytest.param({"zero": 1, "recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param({"zero": 3, "sequence_parallel": True}, marks=pytest.mark.slow),
         {"zero": 0, "precision": "bf16"},
     ],
     ids=["recompute", "sequence parallel", "bf16"],

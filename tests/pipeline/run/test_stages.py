@@ -85,6 +85,7 @@ def compare(example: Example, whole: nn.Module, stages: list[StageModule], input
         assert torch.equal(mine, buffer), name
 
 
+@pytest.mark.slow_cases("3", "t5")
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_stages_are_exact(kind, count):
@@ -99,7 +100,7 @@ def test_stages_are_exact(kind, count):
     compare(example, whole, stages, example.make(samples=3, size=5)[1])
 
 
-@pytest.mark.parametrize("kind", ["gpt_dropout", "t5", "unet", "vit"])
+@pytest.mark.parametrize("kind", ["gpt_dropout", pytest.param("t5", marks=pytest.mark.slow), "unet", "vit"])
 def test_stages_are_exact_under_autocast(kind):
     def autocast():
         return torch.autocast("cpu", torch.bfloat16)

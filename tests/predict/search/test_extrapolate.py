@@ -49,7 +49,9 @@ def _sums(trace: Trace) -> list[int]:
     return [*sums, trace.parameters, trace.gradients, trace.optimizer, trace.activations]
 
 
-@pytest.mark.parametrize("key", [TraceKey(1, False, "none"), TraceKey(2, True, "full")])
+@pytest.mark.parametrize(
+    "key", [pytest.param(TraceKey(1, False, "none"), marks=pytest.mark.slow), TraceKey(2, True, "full")]
+)
 def test_a_trace_of_few_blocks_says_the_same(key):
     names = equal_blocks(MODEL())
     assert len(names) == 12
@@ -122,6 +124,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.fast_cases("{'zero': 3}")
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_what_is_extrapolated_is_just_below_the_estimate(fields):
     problem, names = _problem(DEEP), equal_blocks(DEEP())
@@ -143,6 +146,7 @@ def _found(**fields: Any) -> ts.PlanSearch:
     return ts.find_plans(DEEP, world_size=4, fixed=fixed, top=2, hardware="h100", global_batch=16, **given)
 
 
+@pytest.mark.slow
 def test_the_same_plans_are_found_with_and_without_extrapolation(monkeypatch):
     every = _found(micro_batches=1)
     monkeypatch.setattr(search, "_DEEP", 14)

@@ -78,6 +78,7 @@ def plenty() -> ts.PlanSearch:
     return find(top=2)
 
 
+@pytest.mark.slow
 def test_the_best_by_its_estimate_is_found_and_predictions_are_near_estimates():
     done = search(fixed={"sequence_parallel": False})
     best = done.found[0]
@@ -126,6 +127,7 @@ def best() -> Any:
     return find(top=1, fixed=DATA_PARALLEL).best
 
 
+@pytest.mark.slow
 def test_scarce_memory_and_slow_links_never_help(best):
     wide = {"model": partial(Model, width=1024), "inputs": torch.zeros(16, 1024), "fixed": DATA_PARALLEL, "top": 1}
     plenty, scarce = (find(memory=memory, **wide) for memory in ("1GiB", "150MiB"))
@@ -136,10 +138,12 @@ def test_scarce_memory_and_slow_links_never_help(best):
     assert find(top=1, hardware=slow, fixed=DATA_PARALLEL).best.seconds >= best.seconds
 
 
+@pytest.mark.slow
 def test_the_order_of_parameters_does_not_matter(best):
     assert find(partial(Model, turned=True), top=1, fixed=DATA_PARALLEL).best.plan == best.plan
 
 
+@pytest.mark.slow
 def test_the_fewest_devices_that_are_fast_enough():
     alone = find(world_size=1, global_batch=8, top=1, fixed=DATA_PARALLEL).best
     found = find(objective="cost", step_time=alone.seconds * 1.01, global_batch=8, top=1, fixed=DATA_PARALLEL)
@@ -148,12 +152,14 @@ def test_the_fewest_devices_that_are_fast_enough():
         find(objective="cost", step_time=1e-9, fixed=DATA_PARALLEL)
 
 
+@pytest.mark.slow
 def test_the_least_memory(best):
     smallest = find(objective="memory", top=1, fixed=DATA_PARALLEL)
     assert any(refusal.reason.endswith(" more") for refusal in smallest.rejected)
     assert smallest.best.memory <= best.memory
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_by_how_much_and_what_would():
     with pytest.raises(ValueError, match=r"no plan of 2 ranks fits 115 MiB each; the nearest, dp_shard=2 .*") as error:
         find(partial(Model, width=1024), inputs=torch.zeros(16, 1024), memory="115MiB", fixed={"pp": 1, "tp": 1})

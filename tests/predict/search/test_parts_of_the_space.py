@@ -72,6 +72,7 @@ GRID = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast_cases("1B on 8, 64")
 @pytest.mark.parametrize(("size", "world", "batch"), GRID, ids=[f"{m} on {w}, {b}" for m, w, b in GRID])
 def test_no_part_has_a_better_plan_than_the_whole(quick, size, world, batch):
     if dist.is_initialized():

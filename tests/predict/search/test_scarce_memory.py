@@ -66,6 +66,7 @@ def test_the_part_of_activations_that_a_rank_keeps(schedule, stages):
         assert kept == most if ranks <= 8 else 0.95 * most <= kept <= most
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_is_found_where_the_fastest_do_not(monkeypatch):
     fixed = {"tp": 1, "pp": 1, "offload": None}
     problem = make_problem(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))

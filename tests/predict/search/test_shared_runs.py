@@ -39,6 +39,7 @@ def _alone(problem: SearchProblem, plan: ts.Plan, **options: Any) -> Estimate:
     return estimate(MODEL, plan, world_size=WORLD, inputs=inputs, targets=targets, **GIVEN, **options)
 
 
+@pytest.mark.slow
 def test_estimates_that_share_runs_say_what_each_says_alone(problem):
     plans = [
         _plan(pp=4, micro_batches=4),

@@ -14,7 +14,7 @@ from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel,
 from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.table.layouts import join_shards, local_shard
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 16, 4, 3, 5, 7
 PADDING = torch.arange(KEYS).expand(BATCH, KEYS) >= torch.tensor([[7], [4], [2]])
@@ -250,17 +250,19 @@ def alone(kind: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("kind", "world_size", "fields"),
     [
-        ("translator", 2, dict(tp=2)),
-        ("translator", 4, dict(tp=2, zero=3, recompute="full")),
-        ("translator", 4, dict(tp=4)),
+        pytest.param("translator", 2, dict(tp=2), marks=pytest.mark.slow),
+        pytest.param("translator", 4, dict(tp=2, zero=3, recompute="full"), marks=pytest.mark.slow),
+        pytest.param("translator", 4, dict(tp=4), marks=pytest.mark.slow),
         ("classifier", 2, dict(tp=2)),
-        ("classifier", 4, dict(tp=2, zero=1, recompute="selective")),
-        ("classifier", 4, dict(tp=2, zero=3)),
-        ("classifier", 4, dict(tp=4, sequence_parallel=True)),
+        pytest.param("classifier", 4, dict(tp=2, zero=1, recompute="selective"), marks=pytest.mark.slow),
+        pytest.param("classifier", 4, dict(tp=2, zero=3), marks=pytest.mark.slow),
+        pytest.param("classifier", 4, dict(tp=4, sequence_parallel=True), marks=pytest.mark.slow),
         ("classifier_norm_first", 2, dict(tp=2, sequence_parallel=True)),
-        ("classifier_length_first", 4, dict(tp=4, sequence_parallel=True)),
-        ("classifier_both", 4, dict(tp=2, zero=3, recompute="full", sequence_parallel=True)),
-        ("translator", 2, dict(tp=2, sequence_parallel=True)),
+        pytest.param("classifier_length_first", 4, dict(tp=4, sequence_parallel=True), marks=pytest.mark.slow),
+        pytest.param(
+            "classifier_both", 4, dict(tp=2, zero=3, recompute="full", sequence_parallel=True), marks=pytest.mark.slow
+        ),
+        pytest.param("translator", 2, dict(tp=2, sequence_parallel=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )

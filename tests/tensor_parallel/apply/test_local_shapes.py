@@ -80,6 +80,11 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "packed heads-4-{'tp': 2, 'zero': 3}",
+    "fused, plain-4-{'tp': 4, 'recompute': 'selective'}",
+    "separate-4-{'tp': 2, 'pp': 2, 'micro_batches': 2}",
+)
 @pytest.mark.parametrize(("attention", "size", "fields"), CASES, ids=str)
 def test_it_trains_as_one_process_does(ranks, attention, size, fields):
     model = TaughtGPT(attention)

@@ -60,7 +60,7 @@ def _recorded(masks: list[torch.Tensor], p: float, x: torch.Tensor) -> torch.Ten
     return x * mask
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dropout_differs_where_activations_do_and_agrees_elsewhere(ranks, sequence_parallel):
     fields = dict(tp=2, sequence_parallel=sequence_parallel)
     first, second = ranks(2, _masks, fields)
@@ -77,7 +77,7 @@ def test_dropout_differs_where_activations_do_and_agrees_elsewhere(ranks, sequen
     assert ranks(2, _masks, fields)[0]["losses"] == first["losses"]  # a seed gives the same run twice
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recomputation_drops_the_same_again(ranks, sequence_parallel):
     fields = dict(tp=2, sequence_parallel=sequence_parallel)
     kept = ranks(2, _masks, fields)

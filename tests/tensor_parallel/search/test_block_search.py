@@ -8,9 +8,9 @@ from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
 from tensorshard.tensor_parallel.search.proposals import Proposal
 from tensorshard.tensor_parallel.table.layer_styles import PackedColwise
 from tensorshard.tensor_parallel.table.styles import COLWISE, ROWWISE, Divide
-from tensorshard.tensor_parallel.verify import inner_checks
 from tensorshard.tensor_parallel.verify.block_calls import as_call
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.block_checks import KnownModules, inner_check
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 
@@ -112,7 +112,7 @@ def test_what_a_block_does_before_a_module_is_called_counts():
             return self.inner(x.view(*x.shape[:-1], self.groups, 2).flatten(-2))
 
     checked = BlockCheck(Outer(), as_call(torch.zeros(2, 3, 8)), 2)
-    inner = inner_checks.inner_check(checked, ["inner.q", "inner.out"], inner_checks.KnownModules())
+    inner = inner_check(checked, ["inner.q", "inner.out"], KnownModules())
     assert inner is not None
     right = dict.fromkeys(("inner.q", "inner.k", "inner.v"), COLWISE) | {
         "inner.out": ROWWISE,

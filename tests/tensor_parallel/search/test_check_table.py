@@ -8,7 +8,7 @@ from table_models import build
 from tensorshard.tensor_parallel.search.check_table import WrongTableError, check_tensor_table
 from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 
 LAYERS = "model.layers.*"
 LLAMA = {

@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from table_models import build
-from tensorshard.tensor_parallel.search.find_table import NoTableError, find_tensor_plan
-from tensorshard.tensor_parallel.search.published_tables import published_table
+from tensorshard.tensor_parallel.search.find_table import NoTableError, find_tensor_plan, published_table
 from tensorshard.tensor_parallel.table.table import TensorTable
 
 

@@ -154,6 +154,7 @@ def _is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_rank_0_has_the_terminal_and_every_rank_its_environment(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     killed = subprocess.Popen([sys.executable, "-c", ""])
@@ -171,6 +172,7 @@ def test_rank_0_has_the_terminal_and_every_rank_its_environment(tmp_path: Path) 
     assert not list(tmp_path.iterdir()), "temporary files were left behind"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of sockets")
 def test_on_one_machine_nothing_listens_to_the_network(tmp_path: Path) -> None:
     parent = _parent(list_listeners, tmp_path)
@@ -180,6 +182,7 @@ def test_on_one_machine_nothing_listens_to_the_network(tmp_path: Path) -> None:
     assert found == [["0100007F"], ["0100007F"]], "127.0.0.1, at which Gloo's connections are made, and no other"
 
 
+@pytest.mark.slow
 def test_the_first_failing_rank_is_shown_once(tmp_path: Path) -> None:
     parent = _parent(fail_in_rank_1, tmp_path)
     output, errors = parent.communicate(timeout=_PATIENCE_SECONDS)
@@ -192,6 +195,7 @@ def test_the_first_failing_rank_is_shown_once(tmp_path: Path) -> None:
     assert "torchelastic" not in errors.lower()
 
 
+@pytest.mark.slow
 def test_a_mistake_that_workers_find_is_handed_on_as_a_sentence(tmp_path: Path) -> None:
     parent = _parent(find_a_mistake, tmp_path)
     output, errors = parent.communicate(timeout=_PATIENCE_SECONDS)
@@ -207,6 +211,7 @@ def test_workers_end_after_their_handlers_and_before_the_interpreter_is_finalize
     assert {path.name for path in tmp_path.iterdir()} >= left
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_workers_and_leaves_none(tmp_path: Path) -> None:
     parent = _parent(sleep, tmp_path)
     workers = _workers(tmp_path)
@@ -219,6 +224,7 @@ def test_ctrl_c_reaches_the_workers_and_leaves_none(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tensorshard-*")), "temporary files were left behind"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not end a dead parent's workers")
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     parent = _parent(sleep_deafly, tmp_path)

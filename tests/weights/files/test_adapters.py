@@ -113,6 +113,7 @@ def _check(ranks: Any, kind: str, fields: dict[str, Any], folder: Path) -> Any:
     return alone
 
 
+@pytest.mark.fast_cases("{'zero': 3}", "lora-{'tp': 2}", "lora-{'pp': 2, 'micro_batches': 2}")
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 @pytest.mark.parametrize("kind", ["lora", "saved"])
 def test_adapters_are_those_of_one_process(ranks, tmp_path, kind, fields):
@@ -127,7 +128,15 @@ def test_adapters_are_those_of_one_process(ranks, tmp_path, kind, fields):
         torch.testing.assert_close(alone(**tokens).logits, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("fields", [dict(zero=3), dict(tp=2), dict(zero=1)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(zero=3),
+        pytest.param(dict(tp=2), marks=pytest.mark.slow),
+        pytest.param(dict(zero=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["module", "tied", "several"])
 def test_other_models_of_peft(ranks, tmp_path, kind, fields):
     _check(ranks, kind, fields, tmp_path)

@@ -35,9 +35,9 @@ def _train(directory: Path, fields: dict[str, Any], out: Path | None) -> tuple[f
     [
         ("llama", {"zero": 3}, 2),
         ("llama-tied", {"tp": 2, "zero": 1}, 2),
-        ("llama-tied", {"pp": 2, "micro_batches": 2}, 2),
+        pytest.param("llama-tied", {"pp": 2, "micro_batches": 2}, 2, marks=pytest.mark.slow),
         ("mixtral", {"tp": 2}, 2),
-        ("llama", {"pp": 2, "tp": 2, "micro_batches": 2}, 4),
+        pytest.param("llama", {"pp": 2, "tp": 2, "micro_batches": 2}, 4, marks=pytest.mark.slow),
     ],
 )
 def test_in_trained_and_out(ranks, tmp_path, kind, fields, size):
@@ -142,7 +142,7 @@ def test_a_plain_model_goes_out_and_in(ranks, tmp_path):
     loaded = ts.from_pretrained(tmp_path / "plain", partial(_Plain, width=3))()
     assert loaded.head.weight is loaded.layers[2].weight
     assert torch.equal(loaded.head.weight, torch.full((3, 3), 0.5))
-    assert sorted(file.name for file in (tmp_path / "plain").iterdir()) == ["model.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "plain").iterdir()) == ["model.safetensors", "tokenizer.json"]
 
 
 def _write_plain(directory: Path) -> None:
@@ -152,6 +152,11 @@ def _write_plain(directory: Path) -> None:
     engine.save_pretrained(directory)
     with pytest.raises(FileExistsError, match="is not overwritten"):
         engine.save_pretrained(directory)
+    torch.distributed.barrier()
+    if engine.mesh.rank == 0:
+        (directory / "tokenizer.json").write_text("mine")
+        (directory / "model-00001-of-00002.safetensors").write_text("of an older one")
+    engine.save_pretrained(directory, overwrite=True)
     with pytest.raises(ValueError, match="max_shard_size='much' was given; it must be a number of bytes"):
         engine.save_pretrained(directory / "other", max_shard_size="much")
 

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorshard.weights.initial import Recording, TensorSource, record
-from tensorshard.weights.initial.operation_log import draw_seed
 
 SEED = 7
 
@@ -33,10 +32,10 @@ def recorded(fill: Callable[[Any], None], *, seed: int = SEED) -> Recording:
     return source
 
 
-def drawn(index: int, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `draw` returns as random operation number `index` of a model."""
+def drawn(draw: Callable[[], Any]) -> Any:
+    """What `draw` returns right after torch was seeded."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(draw_seed(SEED, index))
+        torch.manual_seed(SEED)
         return draw()
 
 
@@ -90,7 +89,7 @@ def test_tied_and_viewed_tensors() -> None:
 
     source = recorded(fill)
     values = all_values(source)
-    packed = drawn(0, lambda: torch.randn(6, 4))
+    packed = drawn(lambda: torch.randn(6, 4))
     assert torch.equal(values["top"], packed[:2]) and torch.equal(values["bottom"], packed[2:])
     assert torch.equal(values["across"], packed.t()) and values["across"].stride() == (1, 4)
     assert torch.equal(values["same"], values["top"]) and source.module.same is source.module.top
@@ -109,16 +108,11 @@ def test_random_initialisation_is_that_of_the_operations() -> None:
         self.register_buffer("order", torch.randperm(20))
         self.dropped = nn.Parameter(F.dropout(torch.ones(100), 0.5))
 
-    values = all_values(recorded(fill))
-    assert torch.equal(values["scaled"], drawn(0, lambda: torch.randn(5, 3) * 0.02))
-    bound = 1 / 3**0.5
-    assert torch.equal(values["linear.weight"], drawn(1, lambda: torch.empty(5, 3).uniform_(-bound, bound)))
-    assert torch.equal(values["linear.bias"], drawn(2, lambda: torch.empty(5).uniform_(-bound, bound)))
-    truncated = drawn(3, lambda: nn.init.trunc_normal_(torch.empty(50, 20), std=0.5, a=-0.5, b=0.5))
-    assert torch.equal(values["truncated"], truncated) and truncated.abs().max() <= 0.5
-    assert torch.equal(values["data"], drawn(4, lambda: torch.empty(4, 4).normal_(1.0, 0.1)))
-    assert torch.equal(values["order"], drawn(5, lambda: torch.randperm(20)))
-    assert torch.equal(values["dropped"], drawn(6, lambda: F.dropout(torch.ones(100), 0.5)))
+    values, built = all_values(recorded(fill)), drawn(lambda: Built(fill))
+    expected = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+    assert values["truncated"].abs().max() <= 0.5
 
 
 def test_custom_initialisation_is_honoured() -> None:
@@ -224,7 +218,7 @@ def test_converted_at_the_end(convert: Callable[[Any], Any]) -> None:
         convert(self)
 
     source = recorded(fill)
-    expected = convert(drawn(0, lambda: torch.empty(4, 2, 3, 3).uniform_(-(18**-0.5), 18**-0.5)))
+    expected = convert(drawn(lambda: torch.empty(4, 2, 3, 3).uniform_(-(18**-0.5), 18**-0.5)))
     value = source.tensor("conv.weight")
     assert value.dtype == expected.dtype and value.stride() == expected.stride()
     assert torch.equal(value, expected)
@@ -256,7 +250,7 @@ def test_default_dtype_of_the_moment_counts() -> None:
 def test_parametrised_weights(wrap: Callable[[nn.Module], nn.Module]) -> None:
     source = record(lambda: wrap(nn.Linear(6, 4)), seed=SEED)
     assert isinstance(source, Recording)
-    weight = drawn(0, lambda: torch.empty(4, 6).uniform_(-(6**-0.5), 6**-0.5))
+    weight = drawn(lambda: torch.empty(4, 6).uniform_(-(6**-0.5), 6**-0.5))
     values = all_values(source)
     original = [name for name, value in values.items() if value.shape == weight.shape]
     assert len(original) == 1 and torch.equal(values[original[0]], weight)
@@ -304,11 +298,12 @@ def test_overwritten_initialisation_does_not_run() -> None:
     source = recorded(fill)
     with OperationNames() as operations:
         value = source.tensor("linear.weight")
-    assert "normal_" in operations.seen and "uniform_" not in operations.seen and "zero_" not in operations.seen
-    assert torch.equal(value, drawn(2, lambda: torch.empty(3, 3).normal_()))
+    # The two draws of the constructor are made, for those that follow, and that is all.
+    assert operations.seen.count("uniform_") == 2 and "normal_" in operations.seen and "zero_" not in operations.seen
+    built = drawn(lambda: Built(fill))
+    assert torch.equal(value, built.linear.weight)
     bias = source.tensor("linear.bias")
-    assert bias[1:].tolist() == [0, 0]
-    assert bias[0] == drawn(1, lambda: torch.empty(3).uniform_(-(3**-0.5), 3**-0.5))[0]
+    assert bias[1:].tolist() == [0, 0] and torch.equal(bias, built.linear.bias)
 
 
 def test_a_copy_of_what_was_overwritten_later() -> None:
@@ -322,7 +317,7 @@ def test_a_copy_of_what_was_overwritten_later() -> None:
             self.first.copy_(self.first.flip(0))  # reads what it overwrites
 
     values = all_values(recorded(fill))
-    first = drawn(0, lambda: torch.randn(4))
+    first = drawn(lambda: torch.randn(4))
     for name in ("first", "second", "third"):
         assert torch.equal(values[name], first), name
 
@@ -354,11 +349,6 @@ def test_independent_of_order_and_repetition() -> None:
     other.tensor("copy").zero_()  # the caller's own memory
     assert torch.equal(other.tensor("copy"), values["copy"])
     assert not torch.equal(recorded(fill, seed=SEED + 1).tensor("extra"), values["extra"])
-
-
-def test_no_two_draws_share_a_seed() -> None:
-    assert len({draw_seed(0, index) for index in range(50_000)}) == 50_000
-    assert {draw_seed(0, index) for index in range(1000)}.isdisjoint(draw_seed(1, index) for index in range(1000))
 
 
 @pytest.mark.parametrize("seeds", [False, True])

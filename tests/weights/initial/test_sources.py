@@ -12,7 +12,6 @@ from torch import nn
 from peak_memory import peak_memory_of
 from rank_pool import RankPool
 from tensorshard.weights.initial import HeldTensors, Recording, TensorSource, from_meta, from_module, record
-from tensorshard.weights.initial.operation_log import draw_seed
 
 
 class Reader(nn.Module):
@@ -255,12 +254,37 @@ def test_memory_is_one_tensor() -> None:
     assert 0.9 * size < grown < 1.2 * size
 
 
-def test_draw_indices_are_those_of_the_whole_model() -> None:
-    source = record(lambda: nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)), seed=4)
+class Drawing(nn.Module):
+    """Random operations of all kinds; some take more or fewer numbers by what they are given, or by what they draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.dropped = nn.Parameter(nn.functional.dropout(self.table.weight.detach(), 0.5))
+        nn.init.trunc_normal_(self.table.weight, std=0.5)  # takes those in its bounds
+        rates = self.table.weight.detach().exp() * 20
+        self.counts = nn.Parameter(torch.poisson(rates) * torch.rand_like(rates))  # takes more for larger rates
+        self.across = nn.Parameter(torch.empty(6, 5).t().normal_())  # in the order of memory
+        self.small = nn.Parameter(torch.randn(3))  # keeps the second half of a pair for the next one
+        self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+        self.order = nn.Buffer(torch.randperm(9))
+        self.picked = nn.Buffer(torch.multinomial(torch.rand(8), 20, replacement=True))
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.table.weight
+        nn.init.orthogonal_(self.lstm.weight_hh_l1)
+        self.plain = torch.randn(17)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_values_are_those_of_the_seeded_constructor(order: int) -> None:
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(draw_seed(4, 1))
-        expected = torch.empty(2, 2).uniform_(-(0.5**0.5), 0.5**0.5)
-    assert torch.equal(source.tensor("1.weight"), expected)
+        torch.manual_seed(4)
+        built = from_module(Drawing())
+    source = record(Drawing, seed=4)
+    assert isinstance(source, Recording)
+    for name in source.names()[::order] * 2:
+        assert torch.equal(source.tensor(name), built.tensor(name)), name
+    assert torch.equal(source.module.plain, built.module.plain)
 
 
 class Counter:

@@ -32,6 +32,8 @@ train = {
     "save_every": 200,
     # How many checkpoints to keep, the newest ones; 0 for all.
     "keep_checkpoints": 2,
+    # What checkpoints/best has, such as "lowest val_loss" or "highest accuracy" of the evaluations; None for none.
+    "save_best": None,
     # Steps between lines in metrics.jsonl and updates of the progress bar's figures.
     "log_every": 10,
     # Processes that load data, for each rank; 0 loads in the rank itself.

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.world import world
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.buffers import keeps_statistics
 from tensorshard.plan.mesh import Mesh
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.tensors import tensor_version
 from tensorshard.weights.files.export import own_class
 
@@ -43,6 +43,7 @@ class BatchBuffers:
         self._device = device
         self._names = self._compared() if mesh.dp_size > 1 else []
         self._laid_out = self._versions()
+        self._values = self._checksums()
         self._before_stand_ins: dict[str, tuple[int, int]] | None = None
 
     def _compared(self) -> list[str]:
@@ -54,6 +55,16 @@ class BatchBuffers:
             return {}
         buffers = self._sharded.persistent_buffers()
         return {name: (id(buffers[name]), tensor_version(buffers[name])) for name in self._names if name in buffers}
+
+    @torch.no_grad()
+    def _checksums(self) -> dict[str, list[float]]:
+        """Of each buffer: a write to ``buffer.data`` does not change its version."""
+        buffers = self._sharded.persistent_buffers()
+        named = {name: buffers[name] for name in self._names if name in buffers and not buffers[name].is_meta}
+        if not named or self._is_fake():
+            return {}
+        rows = torch.stack([_checksum(buffer, self._device) for buffer in named.values()])
+        return dict(zip(named, rows.tolist(), strict=True))
 
     def note_stand_ins(self) -> None:
         """Called before forwards in which a rank runs a sample that is not its own."""
@@ -108,7 +119,9 @@ class BatchBuffers:
     def _different_buffer(self, taken: int) -> str | None:
         if not self._names:
             return None
-        changed = set(self._changed(self._laid_out))
+        values = self._checksums()
+        written = {name for name, value in values.items() if value != self._values.get(name)}
+        changed = written | set(self._changed(self._laid_out))
         mask = torch.tensor([float(name in changed) for name in self._names], device=self._device)
         all_reduce_(mask, self._mesh.dp_group, what="which buffers forwards changed")
         buffers = self._sharded.persistent_buffers()

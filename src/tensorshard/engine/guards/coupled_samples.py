@@ -1,8 +1,8 @@
 """Finds forwards in which a sample depends on others of its batch, by a maximum over all of them, say.
 
-A Plan divides the batch over the data ranks, and each would take the maximum of its own samples alone. The first
-forward in training notes functions that reduce a tensor over its samples. If there are any, the model runs twice in
-evaluation before the first update: on the batch as it is, and with the same samples dealt to the ranks otherwise.
+A Plan divides the batch over the data ranks and into micro-batches, and each would take the maximum of its own samples
+alone. The first forward in training notes functions that reduce a tensor over its samples. If there are any, the model
+runs twice in evaluation before the first update: on the batch as it is, and with the same samples dealt otherwise.
 """
 
 import sys
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.world import world
@@ -20,7 +19,7 @@ from tensorshard.engine.guards.independent_samples import dealt_otherwise
 from tensorshard.model.call_stack import users_line
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.provenance import run_operation
+from tensorshard.model.reductions import NotedStatistics
 from tensorshard.model.state_before_call import StateBeforeCalls
 from tensorshard.model.state_places import host_random_restored
 from tensorshard.model.tensors import map_tensors, tensor_leaves
@@ -31,16 +30,9 @@ from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.modules import own_buffers, set_buffer
 from tensorshard.torch_private.tensors import versions_kept
 
-# Each with the place of its dimensions among the arguments. A sum over samples is left out, as losses take it, and so
-# are softmax and the like, by which contrastive losses compare samples: see docs/coupled-losses.md.
-_REDUCTIONS: dict[Callable[..., Any], int] = {
-    reduction: 1
-    for name in ("max", "min", "amax", "amin", "aminmax", "mean", "std", "var")
-    for reduction in (getattr(torch, name), getattr(torch.Tensor, name, None))
-    if reduction is not None
-} | {torch.norm: 2, torch.Tensor.norm: 2, torch.linalg.norm: 2, torch.linalg.vector_norm: 2}
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # of outputs, relative to the largest; others are coarse
 _COARSE = 3e-2
+_MOST = 8  # forwards that are compared
 
 
 class CoupledSamples:
@@ -54,19 +46,23 @@ class CoupledSamples:
         self._model, self._mesh, self._device = model, mesh, device
         self._precision = plan.precision
         self._noted: list[str] = []
-        self._given: tuple[Any, Any] | None = None
+        self._given: list[tuple[Any, Any]] = []  # of the forwards before the first update
         self._watch: _Reductions | None = None
         self._seen = False
-        self._checks = mesh.dp_size > 1 and plan.pp == 1 and not plan.compile
+        self._parts = mesh.dp_size * plan.micro_batches
+        self._checks = self._parts > 1 and plan.pp == 1 and not plan.compile
         if self._checks:
             before, after = self._begin, self._end
             hook_root(model, RootRole.COUPLED_SAMPLES, before=before, after=after, always=True, with_kwargs=True)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._seen or model is not self._model or self._watch is not None or not model.training:
+        if not self._checks or model is not self._model or self._watch is not None or not model.training:
             return  # a copy of the model has these hooks, too
-        if detect_fake_mode(tensor_leaves((args, kwargs))) is None and not world().is_simulated:
-            self._given = args, kwargs
+        if detect_fake_mode(tensor_leaves((args, kwargs))) is not None or world().is_simulated:
+            return
+        if not self._seen or (self._noted and len(self._given) < _MOST):
+            self._given.append((args, kwargs))
+        if not self._seen:
             self._watch = _Reductions(model, _num_samples((args, kwargs)))
             self._watch.__enter__()
 
@@ -77,7 +73,7 @@ class CoupledSamples:
         self._noted, self._watch = self._watch.noted, None
         self._seen = True
         if not self._noted:
-            self._given = None
+            self._given.clear()
 
     def check(self) -> None:
         """Called before each update. A collective of all ranks before the first.
@@ -87,47 +83,56 @@ class CoupledSamples:
         """
         if not self._checks or world().is_simulated or dist.get_backend(self._mesh.dp_group) == "fake":
             return
-        self._checks, self._seen = False, True
-        given, self._given = self._given, None
-        flag = torch.tensor([float(bool(self._noted) and given is not None)], device=self._device)
+        self._checks = False
+        given, self._given = self._given, []
+        several = self._mesh.dp_size > 1 or len(given) == min(self._parts, _MOST)  # else they are no micro-batches
+        flag = torch.tensor([float(bool(self._noted and given) and several)], device=self._device)
         all_reduce_(flag, self._mesh.world_group, what="whether forwards reduce over samples")
         if flag.item() < self._mesh.world_size:
             return
-        assert given is not None
         flag = torch.tensor([float(self._depends_on_others(given))], device=self._device)
         all_reduce_(flag, self._mesh.world_group, what="whether outputs change with the other samples")
         if flag.item():
             raise RuntimeError(
                 f"{self._noted[0]}, and what the model returns for a sample changes with the other samples of its "
-                f"batch, of which each data rank has its own. Take it over each sample (dim=...), or over those of all "
-                f"data ranks, with torch.distributed.all_reduce(value, group=engine.mesh.dp_group), or train with one "
-                f"data rank (dp_shard=1, with tp or pp)"
+                f"batch, of which each data rank and each micro-batch has its own. Take it over each sample (dim=...), "
+                f"or over those of all data ranks, with torch.distributed.all_reduce(value, "
+                f"group=engine.mesh.dp_group), or train with one data rank (dp_shard=1, with tp); each with "
+                f"micro_batches=1"
             )
 
     @torch.no_grad()
-    def _depends_on_others(self, given: tuple[Any, Any]) -> bool:
+    def _depends_on_others(self, given: list[tuple[Any, Any]]) -> bool:
         group, ranks, rank = self._mesh.dp_group, self._mesh.dp_size, self._mesh.dp_rank
-        samples = _num_samples(given)
-        batches: list[Any] = [None] * ranks
-        dist.all_gather_object(batches, map_tensors(lambda leaf: leaf.detach().cpu(), given), group=group)
-        if samples == 0 or len({_num_samples(batch) for batch in batches}) > 1:
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, map_tensors(lambda leaf: leaf.detach().cpu(), given), group=group)
+        batches = [batch for of_rank in everyone for batch in of_rank]
+        samples = _num_samples(given[0])
+        sizes = {(len(of_rank), _num_samples(batch)) for of_rank in everyone for batch in of_rank}
+        if samples == 0 or len(sizes) > 1:
             return False
-        dealt = dealt_otherwise(batches, [samples] * ranks, rank)
-        if dealt is None:
-            return False
-        [batch, order] = dealt
-        args, kwargs = map_tensors(lambda leaf: leaf.to(self._device), batch)
+        others = []
+        for place in range(rank * len(given), (rank + 1) * len(given)):
+            dealt = dealt_otherwise(batches, [samples] * len(batches), place)
+            if dealt is None:
+                return False
+            others.append(map_tensors(lambda leaf: leaf.to(self._device), dealt[0]))
+            order = dealt[1]
         state: list[Any] = [[buffer.cpu() for _, _, buffer in self._buffers()] if rank == 0 else None]
         dist.broadcast_object_list(state, group_src=0, group=group)
         with versions_kept([buffer for _, _, buffer in self._buffers()]):
-            found = [self._run(*call, samples, state[0]) for call in (given, (args, kwargs))]
+            pairs = [
+                [self._run(args, kwargs, samples, state[0]) for args, kwargs in both]
+                for both in zip(given, others, strict=True)
+            ]
         gathered: list[Any] = [None] * ranks
-        dist.all_gather_object(gathered, found, group=group)
-        counts = {-1 if outputs is None else len(outputs) for runs in gathered for outputs in runs}
+        dist.all_gather_object(gathered, pairs, group=group)
+        pairs = [pair for of_rank in gathered for pair in of_rank]
+        counts = {-1 if outputs is None else len(outputs) for pair in pairs for outputs in pair}
         if -1 in counts or len(counts) > 1:
             return False
-        plain, mixed = ([torch.cat(parts) for parts in zip(*runs, strict=True)] for runs in zip(*gathered, strict=True))
-        return any(self._differ(found, full[order]) for full, found in zip(plain, mixed, strict=True))
+        plain, mixed = ([torch.cat(parts) for parts in zip(*runs, strict=True)] for runs in zip(*pairs, strict=True))
+        return any(self._differ(dealt, full[order]) for full, dealt in zip(plain, mixed, strict=True))
 
     def _differ(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
         tolerance = _COARSE if self._precision != "fp32" else _TOLERANCES.get(found.dtype, _COARSE)
@@ -174,14 +179,14 @@ class CoupledSamples:
         leaves = tensor_leaves(returned)
         if drew:
             return None
-        pairs = {samples, samples * self._mesh.dp_size}  # as of similarities, which are of no sample alone
+        similarities = {samples, samples * self._mesh.dp_size}  # they are of no sample alone
         return [
             leaf.detach().cpu()
             for leaf in leaves
             if leaf.dim() > 0
             and leaf.shape[0] == samples
             and leaf.is_floating_point()
-            and not (leaf.dim() == 2 and leaf.shape[1] in pairs)
+            and not (leaf.dim() == 2 and leaf.shape[1] in similarities)
         ]
 
 
@@ -189,8 +194,11 @@ def _random_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-class _Reductions(TorchFunctionMode):
+class _Reductions(NotedStatistics):
     """Notes functions that reduce tensors over samples.
+
+    Sums are left out, as losses take them, and so are softmax and the like, by which contrastive losses compare
+    samples: see docs/coupled-losses.md.
 
     Attributes:
         noted: for each, which module does what, and where.
@@ -201,26 +209,19 @@ class _Reductions(TorchFunctionMode):
         self._model, self._samples = model, samples
         self.noted: list[str] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        place = _REDUCTIONS.get(func)
-        if place is not None and args and self._is_over_samples(func, args[0], *_dims(place, args, kwargs)):
-            self.noted.append(self._described(func))
-        return run_operation(func, args, kwargs)
-
-    def _is_over_samples(self, func: Any, tensor: Any, is_given: bool, dims: tuple[int, ...]) -> bool:
-        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
-            return False
+    def note(self, function: Callable[..., Any], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> None:
+        if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return
         if not torch.is_grad_enabled():  # it moves a buffer, which is compared by itself
-            return False
+            return
         if tensor.dim() < 2 or not self._samples or tensor.shape[0] % self._samples:
-            return False
-        if not is_given:
-            return func not in (torch.mean, torch.Tensor.mean)  # as losses are
-        return 0 in {dim % tensor.dim() for dim in dims}
+            return
+        if function in (torch.mean, torch.Tensor.mean) if dims is None else 0 not in dims:  # losses take such means
+            return
+        self.noted.append(self._described(function))
 
     def _described(self, func: Any) -> str:
-        frame, names = sys._getframe(2), {module: name for name, module in self._model.named_modules()}
+        frame, names = sys._getframe(3), {module: name for name, module in self._model.named_modules()}
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in names:
@@ -231,18 +232,6 @@ class _Reductions(TorchFunctionMode):
         return f"{where} takes the {func.__name__} of a tensor over the samples of its batch" + (
             f" ({line})" if line else ""
         )
-
-
-def _dims(place: int, args: Any, kwargs: Any) -> tuple[bool, tuple[int, ...]]:
-    """Whether dimensions are given, and which."""
-    given = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis"))
-    if isinstance(given, bool) or given is None:
-        return False, ()
-    if isinstance(given, int):
-        return True, (given,)
-    if isinstance(given, tuple | list) and all(isinstance(dim, int) for dim in given):
-        return bool(given), tuple(given)
-    return True, ()  # another tensor, with which torch.max compares it
 
 
 def _num_samples(tree: Any) -> int:

@@ -19,14 +19,10 @@ from tensorshard.torch_private.pytree import tree_flatten, tree_unflatten
 logger = logging.getLogger("tensorshard")
 
 _SEED = 0
-_IGNORED = -100
-_COUNTS = (
-    "If it is a mean over a number found in the batch, as output.loss of transformers is over the labels that are not "
-    "-100, let loss_fn return (sum, count): (output.loss * count, count), of the count that it divides by."
-)
-_COMPARES = (
-    "If it compares samples or balances their load, as contrastive losses and those of routers do, gather what it "
-    "compares over engine.mesh.dp_group with ts.distributed.gather_for_sum, and take micro_batches=1"
+_REMEDIES = (
+    "If it is a mean over a number found in the batch, let loss_fn return (sum, count) of what it divides by. If it "
+    "compares samples or balances their load, as contrastive losses and those of routers do, gather what it compares "
+    "over engine.mesh.dp_group with ts.distributed.gather_for_sum, and take micro_batches=1"
 )
 
 
@@ -69,17 +65,8 @@ def check_independent_samples(
             other,
             mesh.dp_size,
             micro_batches,
-            _COUNTS if _label_counts_differ(batches) else f"{_COUNTS} {_COMPARES}",
+            _REMEDIES,
         )
-
-
-def _label_counts_differ(batches: list[Any]) -> bool:
-    """Whether samples have different numbers of labels that count: of integers other than -100, where some are -100."""
-    for column in zip(*(tree_flatten(batch)[0] for batch in batches), strict=True):
-        labels = [x for x in column if isinstance(x, torch.Tensor) and x.dim() > 1 and x.dtype == torch.int64]
-        if len({count for x in labels for count in (x == _IGNORED).flatten(1).sum(1).tolist()}) > 1:
-            return True
-    return False
 
 
 def dealt_otherwise(batches: list[Any], sizes: list[int], rank: int) -> tuple[Any, torch.Tensor] | None:

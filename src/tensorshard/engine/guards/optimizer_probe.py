@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
 from tensorshard.comm.world import world as current_world
-from tensorshard.sharded.sharded_model import ParameterSplit
+from tensorshard.data_parallel.sharded_model import ParameterSplit
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]

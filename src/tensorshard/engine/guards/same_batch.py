@@ -47,11 +47,11 @@ class SameBatch:
         """
         if not self._groups or dist.get_backend(self._groups[0]) == "fake" or world().is_simulated:
             return
-        shapes = _digest((call, inputs, targets), values=False)
+        shapes = batch_digest((call, inputs, targets), values=False)
         rows = self._gathered([dist.get_rank(), shapes, int((call, shapes) not in self._compared)])
         equal = len({row[1] for row in rows}) == 1
         if equal and any(row[2] for row in rows):
-            rows = self._gathered([dist.get_rank(), _digest((inputs, targets), values=True), 0])
+            rows = self._gathered([dist.get_rank(), batch_digest((inputs, targets), values=True), 0])
             equal = len({row[1] for row in rows}) == 1
         if not equal:
             self._refuse(call, rows, inputs)
@@ -83,7 +83,7 @@ class SameBatch:
         )
 
 
-def _digest(batch: Any, *, values: bool) -> int:
+def batch_digest(batch: Any, *, values: bool) -> int:
     """A number that is the same for equal batches; without `values`, for those of equal structure and shapes."""
     leaves, structure = tree_flatten(batch)
     digest = hashlib.blake2b(str(structure).encode(), digest_size=8)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import own_buffers, own_parameters
 
 

@@ -3,13 +3,16 @@
 This happens only after an error, so a batch that fits costs nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tensorshard.model.model_errors import describe_batch, failed_module
+from tensorshard.model.reachable_state import users_class
 from tensorshard.torch_private.pytree import tree_tensors
 
 _FLOATING_TARGETS = (
@@ -51,7 +54,7 @@ def explained_loss(output: Any, targets: Any) -> Iterator[None]:
                 f"of shape {list(floating[0].shape)}: class numbers are int64 (targets.long())"
             ) from error
         error.add_note(
-            f"loss_fn was called with an output of {_described(output)} and targets of {_described(targets)}"
+            f"loss_fn was called with an output of {describe_batch(output)} and targets of {describe_batch(targets)}"
         )
         raise
 
@@ -75,14 +78,20 @@ def explained_forward(model: nn.Module, inputs: Any) -> Iterator[None]:
 
 
 def note_inputs(error: BaseException, model: nn.Module, inputs: Any) -> None:
-    """Adds a note to an `error` of a forward: what the inputs were and, if known, what is wrong with them."""
+    """Adds a note to an `error` of a forward: which module raised it on which rank, what the inputs were and, if known,
+    what is wrong with them."""
     sentence = _missing_rows(error, model, inputs)
-    error.add_note(sentence or f"{type(model).__name__} was called with inputs of {_described(inputs)}")
+    called = f"{users_class(model).__name__} was called with inputs of {describe_batch(inputs)}"
+    error.add_note(sentence or f"{called}{_on_rank()}{failed_module(error, model)}")
     if any(tensor.dim() and not tensor.size(0) for tensor in tree_tensors(inputs)):
         error.add_note(
             "this rank has no sample of the batch, and the model does not run without one: engine.step runs one in its "
             "place, and engine.loader(drop_last=True) leaves an epoch's last, smaller batch out"
         )
+
+
+def _on_rank() -> str:
+    return f" on rank {dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
 
 
 def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | None:
@@ -102,17 +111,6 @@ def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | 
         f"are {_ranges(integers)}; of the embeddings, {listing}. Tokens must be within the vocabulary "
         f"that the model was built for"
     )
-
-
-def _described(tree: Any) -> str:
-    """The types and shapes of a batch."""
-    if isinstance(tree, torch.Tensor):
-        return f"{tree.dtype} {list(tree.shape)}"
-    if isinstance(tree, Mapping):
-        return ", ".join(f"{name}={_described(value)}" for name, value in tree.items()) or "nothing"
-    if isinstance(tree, tuple | list):
-        return ", ".join(map(_described, tree)) or "nothing"
-    return "None" if tree is None else type(tree).__name__
 
 
 def _ranges(tensors: list[torch.Tensor]) -> str:

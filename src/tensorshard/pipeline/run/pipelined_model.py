@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.parameters import buffer_aliases
 from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.cut import unit_stages
@@ -18,7 +19,6 @@ from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
-from tensorshard.sharded.sharded_model import ShardedModel
 from tensorshard.torch_private.modules import every_module, own_parameters
 
 

@@ -46,7 +46,7 @@ def actions(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int) 
         for index in schedule.stages_of(0, ranks, stages_per_rank)
     ]  # fmt: skip
     made = build(name, stages, micro_batches, loss=lambda output, target: output)
-    return [[found for entry in made.pipeline_order[rank] for found in _actions(entry)] for rank in range(ranks)]
+    return [[action for entry in made.pipeline_order[rank] for action in _actions(entry)] for rank in range(ranks)]
 
 
 def build(name: str, stages: list[Any], micro_batches: int, loss: Callable[[Any, Any], Any]) -> Any:
@@ -71,6 +71,6 @@ def _actions(entry: Any) -> list[Action]:
     if entry is None:
         return []
     if entry.sub_actions:  # a forward and a backward that may overlap
-        return [found for inner in entry.sub_actions for found in _actions(inner)]
+        return [action for inner in entry.sub_actions for action in _actions(inner)]
     kind = _KINDS.get(entry.computation_type.name)
     return [] if kind is None else [Action(kind, entry.stage_index, entry.microbatch_index)]

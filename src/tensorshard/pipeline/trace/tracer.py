@@ -15,6 +15,7 @@ from tensorshard.model.blocks import find_blocks, named_parts, select_modules
 from tensorshard.model.fake_copies import make_fake_copy, make_sample
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.global_state import restored_globals
+from tensorshard.model.model_errors import describe_batch, failed_module
 from tensorshard.model.parameters import parameter_aliases
 from tensorshard.model.state_places import host_random_restored
 from tensorshard.model.tensors import take_apart, tensors_within
@@ -224,6 +225,12 @@ class Tracer:
                 f"computed by units, after the call of {last!r} ({error.func}); only the stage of that unit would "
                 f"have the value. {remedy}, so that it runs on one stage"
             ) from error
+        except Exception as error:
+            error.add_note(
+                f"in a run on fake tensors that finds what a stage computes; the inputs were {describe_batch(samples)}"
+                f"{failed_module(error, self._copy)}"
+            )
+            raise
 
     def _watch(self, name: str) -> None:
         # Hooks, as on the stages: hooks that users put on a unit are a part of it.

@@ -13,7 +13,7 @@ from torch import nn
 from tensorshard.common.dotted_names import is_inside
 from tensorshard.model.blocks import find_blocks
 from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
-from tensorshard.tensor_parallel.verify.block_kinds import built_alike
+from tensorshard.tensor_parallel.verify.block_kinds import group_equal_blocks
 
 KEPT = (3, 4)
 """How many equal blocks the two models keep: the second one more than the first."""
@@ -45,7 +45,7 @@ def equal_blocks(model: nn.Module) -> tuple[str, ...]:
     lists: dict[str, dict[str, nn.Module]] = defaultdict(dict)
     for name, block in find_blocks(model).items():
         lists[name.rpartition(".")[0]][name] = block
-    groups = [group for blocks in lists.values() for group in built_alike(blocks)]
+    groups = [group for blocks in lists.values() for group in group_equal_blocks(blocks)]
     most = max(groups, key=len, default=[])
     return tuple(most) if len(most) >= _WORTH_IT else ()
 

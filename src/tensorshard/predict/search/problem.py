@@ -23,7 +23,7 @@ from tensorshard.predict.estimate import Estimate, estimate
 from tensorshard.predict.hardware import Hardware, Rates, find_hardware, hardware_here
 from tensorshard.predict.search.extrapolate import KEPT, FewerBlocks, with_all_blocks, without_blocks
 from tensorshard.tensor_parallel.table.table import VerifiedTable
-from tensorshard.tensor_parallel.verify.kept_captures import Captures, captures_kept
+from tensorshard.tensor_parallel.verify.model_run import Captures, captures_kept
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 
 _Result = TypeVar("_Result")

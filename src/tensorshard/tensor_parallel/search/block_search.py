@@ -16,8 +16,8 @@ from tensorshard.tensor_parallel.table.layer_styles import ColwiseGather, Style
 from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Divide
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
+from tensorshard.tensor_parallel.verify.block_checks import InnerCheck, KnownModules, inner_check
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
-from tensorshard.tensor_parallel.verify.inner_checks import InnerCheck, KnownModules, inner_check
 
 
 @dataclass
@@ -213,7 +213,7 @@ class Progress:
 
     def is_worth_trying(self, proposal: Proposal) -> bool:
         """Whether `proposal` may get further than earlier ways. If not, it is noted as refused."""
-        seen, divided = self._alike(proposal), _divided(proposal)
+        seen, divided = self._refused_like(proposal), _divided(proposal)
         if len(divided) < 2 or any(fewer not in seen or seen[fewer].got_further for fewer in _one_less(divided)):
             return True
         seen[divided] = _Refused(None, False)
@@ -221,14 +221,14 @@ class Progress:
 
     def note(self, proposal: Proposal, error: MismatchError) -> None:
         """Notes that `proposal` was refused with `error`."""
-        seen, divided = self._alike(proposal), _divided(proposal)
+        seen, divided = self._refused_like(proposal), _divided(proposal)
         further = not divided or any(
             fewer not in seen or (seen[fewer].got_further and _is_further(error, seen[fewer].error))
             for fewer in _one_less(divided)
         )
         seen[divided] = _Refused(error.again(), further)
 
-    def _alike(self, proposal: Proposal) -> dict[_Divided, _Refused]:
+    def _refused_like(self, proposal: Proposal) -> dict[_Divided, _Refused]:
         """The refused ways that differ from `proposal` only in what they divide."""
         others = tuple((name, style) for name, style in proposal.styles.items() if not isinstance(style, Divide))
         return self._seen.setdefault((others, tuple(proposal.sliced_inputs.items())), {})

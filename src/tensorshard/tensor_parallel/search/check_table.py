@@ -25,10 +25,14 @@ from tensorshard.tensor_parallel.table.table import (
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, capture_calls
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchError
-from tensorshard.tensor_parallel.verify.model_check import ModelCheck
-from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units, run_once, without_repetition
-from tensorshard.tensor_parallel.verify.outer_layers_check import OuterLayersCheck
-from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
+from tensorshard.tensor_parallel.verify.model_check import ModelCheck, OuterLayersCheck
+from tensorshard.tensor_parallel.verify.model_run import (
+    ModelRun,
+    blocks_without_random_numbers,
+    find_units,
+    run_once,
+    without_repetition,
+)
 
 # The model around the blocks is checked if it has no more parameters than this. Repeated blocks do not count.
 _LARGEST_MODEL = 1 << 27

@@ -19,8 +19,7 @@ from tensorshard.common.paths import cache_folder
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import split_shares
 from tensorshard.tensor_parallel.search.check_table import check_tensor_table
-from tensorshard.tensor_parallel.search.find_table import find_tensor_plan
-from tensorshard.tensor_parallel.search.published_tables import published_table
+from tensorshard.tensor_parallel.search.find_table import find_tensor_plan, published_table
 from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 from tensorshard.tensor_parallel.verify.block_kinds import describe_module
 

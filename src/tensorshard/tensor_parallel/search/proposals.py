@@ -29,7 +29,7 @@ from tensorshard.tensor_parallel.table.styles import (
     Divide,
     Slice,
 )
-from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
+from tensorshard.tensor_parallel.verify.layer_checks import computes_by_channel
 from tensorshard.torch_private.modules import own_parameters
 
 # The largest number of attributes that are divided at once, and of ways that are tried. No model has needed more.

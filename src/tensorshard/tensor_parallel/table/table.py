@@ -179,8 +179,10 @@ def collapse(styles: Mapping[str, Style], model: nn.Module) -> TensorTable:
     entries: dict[str, Style] = {}
     for name, style in styles.items():
         pattern = starred(name)
-        alike = members.get(pattern, [])  # of a tied parameter, one place is among them
-        uniform = name in alike and len(alike) > 1 and all(styles.get(other) == style for other in alike)
+        equal_blocks = members.get(pattern, [])  # of a tied parameter, one place is among them
+        uniform = (
+            name in equal_blocks and len(equal_blocks) > 1 and all(styles.get(other) == style for other in equal_blocks)
+        )
         # `*` also matches dots. A glob must not match names at another depth that have another style.
         exact = all(styles.get(other) == style for other in names if fnmatchcase(other, pattern))
         entries[pattern if uniform and exact else name] = style

@@ -1,29 +1,59 @@
-"""The arguments that a model's blocks are called with, found by running the model on fake tensors."""
+"""The arguments that a model's blocks are called with, found by running the model on fake tensors.
+
+Dropout is left out of a run in training, so that two runs on different shapes compute the same.
+"""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tensorshard.model.batches import call_arguments, call_model
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.forwards import runs_forward_of
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.no_dropout import WithoutDropout, train_without_dropout
-from tensorshard.model.provenance import Operation, Provenance
+from tensorshard.model.provenance import Operation, Provenance, run_operation
 from tensorshard.model.tensors import map_tensors_once, storage_key, tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
-from tensorshard.torch_private.modules import BatchNormBase, own_parameters
+from tensorshard.torch_private.modules import BatchNormBase, DropoutBase, own_parameters
 from tensorshard.torch_private.pytree import tree_leaves
 
 Output = tuple[str, int]
 """An output of a block: the block's name, and the index among the tensors that it returned."""
+
+
+# Functions that return their first argument where they drop nothing.
+_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+        torch.dropout_,
+        torch.feature_dropout,
+        torch.feature_dropout_,
+        torch.alpha_dropout,
+        torch.alpha_dropout_,
+        torch.feature_alpha_dropout,
+        torch.feature_alpha_dropout_,
+    }
+)
+# Functions that drop inside of them, and the place of the probability among their arguments.
+_WITH_PROBABILITY: dict[Callable[..., Any], int] = {
+    F.scaled_dot_product_attention: 4,
+    F.multi_head_attention_forward: 10,
+}
 
 
 @dataclass
@@ -328,3 +358,25 @@ def _described(operation: Operation) -> bytes:
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return meta.requires_grad_(tensor.requires_grad)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """A context in which torch's functions drop nothing, whatever probability they are given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        place = _WITH_PROBABILITY.get(func)
+        if place is not None:
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            elif "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return run_operation(func, args, kwargs)
+
+
+def train_without_dropout(module: nn.Module) -> None:
+    """Puts `module` in training mode, its dropout layers in evaluation. Functions are left: see above."""
+    for inner in module.modules():
+        inner.training = not isinstance(inner, DropoutBase)

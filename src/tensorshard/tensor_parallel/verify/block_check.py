@@ -24,7 +24,6 @@ from tensorshard.model.fake_copies import (
     random_values,
 )
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.no_dropout import train_without_dropout
 from tensorshard.model.provenance import OperationCounter
 from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_restored, host_random_states
@@ -37,9 +36,8 @@ from tensorshard.tensor_parallel.table.layer_styles import LayerStyle, Style
 from tensorshard.tensor_parallel.table.layouts import Layout, SequenceSplit, local_shard, shard_view
 from tensorshard.tensor_parallel.table.styles import Channels
 from tensorshard.tensor_parallel.table.table import TensorTable
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining
-from tensorshard.tensor_parallel.verify.block_run import Expected, random_input, run_full, run_split
-from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, InTraining, train_without_dropout
+from tensorshard.tensor_parallel.verify.block_run import Expected, TrainingCheck, random_input, run_full, run_split
 from tensorshard.tensor_parallel.verify.comparison import (
     Agreement,
     BlockRun,
@@ -48,9 +46,8 @@ from tensorshard.tensor_parallel.verify.comparison import (
     compare_outputs,
     not_running,
 )
-from tensorshard.tensor_parallel.verify.own_forward_check import computes_as_linear
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
-from tensorshard.tensor_parallel.verify.training_check import TrainingCheck
+from tensorshard.tensor_parallel.verify.layer_checks import computes_as_linear, computes_by_channel
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 from tensorshard.torch_private.tensors import tensor_version
 
 # Gradients are compared for parameters of up to this many elements. Those of large matrices follow from activations'.
@@ -234,13 +231,13 @@ class BlockCheck:
         """
         args, kwargs = other.make_inputs()
         try:
-            found = tensor_leaves(self.make_copy()(*args, **kwargs))
+            outputs = tensor_leaves(self.make_copy()(*args, **kwargs))
         except Exception as error:  # any error of the model on another block's inputs
             if not raised_by_model(error):
                 raise
             return False
         expected = other.expected.outputs
-        return len(found) == len(expected) and all(map(torch.equal, found, expected))
+        return len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
 
     def check(
         self,
@@ -263,6 +260,11 @@ class BlockCheck:
         """
         sliced = {index: Layout(dim, (self.inputs[index].shape[dim],)) for index, dim in (sliced_inputs or {}).items()}
         split, counter = _Split(styles, list(shared_inputs), sequence or {}), OperationCounter()
+        if self._expected.statistics.attends_to_one:
+            raise MismatchError(
+                "its attention has a single key on these inputs, which gets all weight whatever is split, so that "
+                "nothing can be compared; give larger sample_inputs"
+            )
         try:
             layouts, runs = self._split_runs_of_views(split, sliced, counter)
             agreement = compare_outputs(runs, self.expected)

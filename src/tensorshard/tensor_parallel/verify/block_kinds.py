@@ -42,7 +42,7 @@ def block_kinds(units: Mapping[str, nn.Module], calls: Mapping[str, BlockCall]) 
     return kinds
 
 
-def built_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
+def group_equal_blocks(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
     """Names of blocks, in groups that :func:`block_kinds` would find alike if they were called in the same way."""
     describe = _Descriptions()
     by_place = _attributes_by_place(blocks)
@@ -75,7 +75,7 @@ class _Descriptions:
 
         def attribute(value: Any) -> Hashable:
             if isinstance(value, str):
-                value = re.sub(r"\d+", lambda found: "*" if found[0] == place else found[0], value)
+                value = re.sub(r"\d+", lambda match: "*" if match[0] == place else match[0], value)
             return self._of(value)
 
         return tuple(

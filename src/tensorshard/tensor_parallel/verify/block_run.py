@@ -1,17 +1,88 @@
-"""One run of a block, full or split, forward and backward; what it computed, and what the full block should compute."""
+"""Runs of a block, full or split, forward and backward; and the comparison of such runs in training.
 
+Blocks are compared in evaluation (:mod:`.block_check`). In training their code may do something else, under
+``if self.training``, and may need the whole of what a split layer returns: statistics of it, say.
+"""
+
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from tensorshard.model.fake_copies import mixed_mask
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.reachable_state import draws_on_host
+from tensorshard.model.reductions import SOFTMAXES, STATISTICS, NotedStatistics
+from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.table.layouts import Layout, local_shard
-from tensorshard.tensor_parallel.verify.comparison import BlockRun, compare_full_outputs, differing_dim
+from tensorshard.tensor_parallel.verify.block_calls import WithoutDropout
+from tensorshard.tensor_parallel.verify.comparison import (
+    BlockRun,
+    MismatchError,
+    compare_full_outputs,
+    compare_gradients,
+    compare_outputs,
+    compare_written,
+    differing_dim,
+    not_running,
+)
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
+
+# In training, parameters and buffers of more elements are not compared.
+_LARGEST = 1 << 18
+
+
+class Statistics(NotedStatistics):
+    """Notes of which shapes a forward takes statistics, and over which dimensions.
+
+    Attributes:
+        attends_to_one: whether its attention has a single key, which gets all weight whatever the queries are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({**STATISTICS, **SOFTMAXES})
+        self.attends_to_one = False
+        self._noted: dict[tuple[Any, torch.Size, tuple[int, ...]], None] = {}
+
+    def note(self, function: Callable[..., Any], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> None:
+        if function in SOFTMAXES:
+            self.attends_to_one |= tensor.dim() > 3 and dims is not None and tensor.shape[dims[0]] == 1
+        elif tensor.is_floating_point() and torch.is_grad_enabled():
+            self._noted[function, tensor.shape, tuple(range(tensor.dim())) if dims is None else dims] = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            key = args[1] if len(args) > 1 else (kwargs or {}).get("key")
+            self.attends_to_one |= isinstance(key, torch.Tensor) and key.shape[-2] == 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def compare(self, full: "Statistics") -> None:
+        """Compares those of a rank with those of the full block.
+
+        A maximum over a rank's heads, say, may be but a scale that is divided out later. On random weights outputs then
+        agree, and in training they do not, as where an iteration begins with it.
+
+        Raises:
+            MismatchError: one is over a dimension of which the rank has a part.
+        """
+        for function, shape, dims in self._noted:
+            if (function, shape, dims) in full._noted:
+                continue
+            wholes = [whole for other, whole, same in full._noted if other == function and same == dims]
+            if any(_is_part(shape, whole, dims) for whole in wholes):
+                raise MismatchError(f"it takes the {function.__name__} over a dimension of which each rank has a part")
+
+
+def _is_part(shape: torch.Size, whole: torch.Size, dims: tuple[int, ...]) -> bool:
+    """Whether `shape` is a part of `whole` along one of `dims`."""
+    differing = [dim for dim, (size, full) in enumerate(zip(shape, whole, strict=False)) if size != full]
+    return len(shape) == len(whole) and len(differing) == 1 and differing[0] in dims
 
 
 @dataclass(frozen=True)
@@ -22,19 +93,23 @@ class Expected:
         run: its results.
         cotangents: what its outputs were multiplied by before the backward.
         drew: whether it made random numbers, so that no other run has the same values.
+        statistics: what its forward takes.
     """
 
     run: BlockRun
     cotangents: list[torch.Tensor]
     drew: bool = False
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 def run_full(block: nn.Module, given: Any, generator: torch.Generator) -> Expected:
     """Runs a full `block` on copies of `given`; `generator` makes the cotangents."""
-    tensors, outputs = _forward(block, given)
+    statistics = Statistics()
+    with statistics:
+        tensors, outputs = _forward(block, given)
     cotangents = [torch.randn(output.shape, generator=generator) for output in outputs]
     _backward(outputs, cotangents)
-    return Expected(_results(block, tensors, outputs), cotangents)
+    return Expected(_results(block, tensors, outputs), cotangents, statistics=statistics)
 
 
 def run_split(
@@ -52,8 +127,10 @@ def run_split(
     Raises:
         MismatchError: it does not compute what is `expected`.
     """
-    with counter or nullcontext():
+    statistics = Statistics()
+    with counter or nullcontext(), statistics:
         tensors, outputs = _forward(block, given)
+    statistics.compare(expected.statistics)
     if not expected.drew:
         compare_full_outputs(outputs, expected.run.outputs)  # before backward, which takes longer
     parts = [_shard_like(full, out, group) for full, out in zip(expected.cotangents, outputs, strict=True)]
@@ -99,3 +176,88 @@ def _shard_like(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGrou
     """The part of `full` that matches this rank's `shard` of an output."""
     dim = differing_dim(shard.shape, full.shape)
     return full if dim is None else local_shard(full, Layout(dim, (full.shape[dim],)), group.rank(), group.size())
+
+
+class TrainingCheck:
+    """What a full block computes in training, dropout left out.
+
+    Args:
+        make_copy: makes a copy of the block, in training, to change and run.
+        given: its arguments.
+        generator: of the cotangents.
+    """
+
+    def __init__(self, make_copy: Callable[[], nn.Module], given: Any, generator: torch.Generator) -> None:
+        self._make_copy = make_copy
+        self._expected: Expected | None = None
+        self._written: dict[str, torch.Tensor] = {}
+        try:
+            self._expected = self._full_run(given, generator)
+        except Exception as error:  # a model may need other inputs in training
+            if not raised_by_model(error):
+                raise
+
+    def check(
+        self,
+        size: int,
+        split: Callable[[nn.Module, dist.ProcessGroup], Any],
+        layouts: Mapping[str, Layout],
+        sliced: Mapping[int, Layout],
+    ) -> None:
+        """Compares results, and what forwards write. A block that makes random numbers only has to run: each rank may
+        make others. If the full block does not run in training, nothing is compared.
+
+        Args:
+            split: makes a full copy of the block a rank's part of it, and returns the arguments of that rank.
+            layouts: of the parameters and the buffers that are split.
+            sliced: of those inputs of which each rank has only its shard, by index.
+
+        Raises:
+            MismatchError: they differ, or the split block does not run.
+        """
+        expected = self._expected
+        if expected is None:
+            return
+
+        def run(group: dist.ProcessGroup) -> tuple[BlockRun, dict[str, torch.Tensor]]:
+            copied = self._make_copy()
+            given = split(copied, group)
+            with WithoutDropout():
+                result = run_split(copied, given, group, expected)
+            return result, _held(copied)
+
+        try:
+            with torch.random.fork_rng(devices=[]), host_random_restored():
+                ranks = run_as_ranks(size, run)
+            if not expected.drew:
+                runs = [result for result, _ in ranks]
+                compare_outputs(runs, expected.run)
+                compare_gradients(runs, expected.run, layouts, sliced)
+                compare_written([held for _, held in ranks], self._written, layouts)
+        except Exception as error:
+            if not raised_by_model(error):
+                raise
+            refused = error if isinstance(error, MismatchError) else not_running(error)
+            raise MismatchError(f"in training, {refused}", refused.amount, refused.in_operation) from error
+
+    def _full_run(self, given: Any, generator: torch.Generator) -> Expected:
+        copied = self._make_copy()
+        before = {name: value.clone() for name, value in _held(copied).items()}
+        with torch.random.fork_rng(devices=[]), host_random_restored(), WithoutDropout():
+            states = torch.get_rng_state(), host_random_states()
+            expected = run_full(copied, given, generator)
+            drew = not torch.equal(states[0], torch.get_rng_state())
+            drew = drew or (states[1] != host_random_states() and draws_on_host(copied))
+        after = _held(copied)
+        self._written = {
+            name: after[name]
+            for name, value in before.items()
+            if name in after and not (after[name].shape == value.shape and torch.equal(after[name], value))
+        }
+        return replace(expected, drew=drew or not expected.run.is_a_number)
+
+
+def _held(block: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of `block`, by name."""
+    named = (*block.named_parameters(), *block.named_buffers())
+    return {name: tensor.detach() for name, tensor in named if tensor.numel() <= _LARGEST}

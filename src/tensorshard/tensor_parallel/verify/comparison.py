@@ -88,8 +88,8 @@ class BlockRun:
     def is_a_number(self) -> bool:
         """Whether nothing in it is NaN, as after an overflow or the root of a negative number."""
         gradients = [gradient for gradient in self.input_gradients if gradient is not None]
-        found = [*self.outputs, *gradients, *self.gradients.values()]
-        return not any(torch.isnan(tensor).any() for tensor in found if tensor.is_floating_point())
+        results = [*self.outputs, *gradients, *self.gradients.values()]
+        return not any(torch.isnan(tensor).any() for tensor in results if tensor.is_floating_point())
 
 
 def compare_full_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
@@ -98,9 +98,9 @@ def compare_full_outputs(outputs: Sequence[torch.Tensor], expected: Sequence[tor
     Raises:
         MismatchError: they differ.
     """
-    for index, (found, full) in enumerate(zip(outputs, expected, strict=True)):
-        if found.shape == full.shape:
-            _compare(_output(index, expected), found.detach(), full)
+    for index, (output, full) in enumerate(zip(outputs, expected, strict=True)):
+        if output.shape == full.shape:
+            _compare(_output(index, expected), output.detach(), full)
 
 
 def compare_outputs(runs: Sequence[BlockRun], expected: BlockRun) -> Agreement:
@@ -111,15 +111,15 @@ def compare_outputs(runs: Sequence[BlockRun], expected: BlockRun) -> Agreement:
     """
     agreement = Agreement()
     for index, full in enumerate(expected.outputs):
-        found = [run.outputs[index] for run in runs]
+        outputs = [run.outputs[index] for run in runs]
         what = _output(index, expected.outputs)
-        dim = differing_dim(found[0].shape, full.shape)
+        dim = differing_dim(outputs[0].shape, full.shape)
         if dim is None:
-            for value in found:
+            for value in outputs:
                 _compare(what, value, full)
         else:
             agreement.sharded_outputs[index] = dim
-            _compare(what, join_shards(found, Layout(dim, (full.shape[dim],))), full)
+            _compare(what, join_shards(outputs, Layout(dim, (full.shape[dim],))), full)
     return agreement
 
 
@@ -140,10 +140,12 @@ def compare_gradients(
     for index, gradient in enumerate(expected.input_gradients):
         if gradient is None:
             continue
-        found = [run.input_gradients[index] for run in runs]
+        gradients_of_ranks = [run.input_gradients[index] for run in runs]
         if index in sliced:
-            found = [join_shards([_present(f, "an input's gradient") for f in found], sliced[index])]
-        for value in found:
+            gradients_of_ranks = [
+                join_shards([_present(f, "an input's gradient") for f in gradients_of_ranks], sliced[index])
+            ]
+        for value in gradients_of_ranks:
             _compare("the gradient of its input", _present(value, "the gradient of its input"), gradient, least)
     for name, gradient in expected.gradients.items():
         what = f"the gradient of {name}"
@@ -165,23 +167,23 @@ def compare_written(
         MismatchError: they differ.
     """
     for name, full in expected.items():
-        found = [rank[name] for rank in ranks if name in rank]
+        written = [rank[name] for rank in ranks if name in rank]
         layout = layouts.get(name, REPLICATED)
-        for value in found if layout.dim is None else [join_shards(found, layout)]:
+        for value in written if layout.dim is None else [join_shards(written, layout)]:
             _compare(f"what its forward writes to {name}", value, full)
 
 
-def differing_dim(found: torch.Size, expected: torch.Size) -> int | None:
+def differing_dim(shape: torch.Size, expected: torch.Size) -> int | None:
     """The one dimension in which a rank's shard is smaller than the full tensor; None if the shapes are equal.
 
     Raises:
         MismatchError: the shapes differ in another way.
     """
-    if found == expected:
+    if shape == expected:
         return None
-    dims = [dim for dim, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
-    if len(found) != len(expected) or len(dims) != 1 or found[dims[0]] > expected[dims[0]]:
-        raise MismatchError(f"an output has the shape {list(found)} where {list(expected)} is expected")
+    dims = [dim for dim, (f, e) in enumerate(zip(shape, expected, strict=False)) if f != e]
+    if len(shape) != len(expected) or len(dims) != 1 or shape[dims[0]] > expected[dims[0]]:
+        raise MismatchError(f"an output has the shape {list(shape)} where {list(expected)} is expected")
     return dims[0]
 
 
@@ -195,23 +197,23 @@ def _present(gradient: torch.Tensor | None, what: str) -> torch.Tensor:
     return gradient
 
 
-def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, least_scale: float = 1e-6) -> None:
-    if found.shape != expected.shape:
-        raise MismatchError(f"{what} has the shape {list(found.shape)} where {list(expected.shape)} is expected")
+def _compare(what: str, value: torch.Tensor, expected: torch.Tensor, least_scale: float = 1e-6) -> None:
+    if value.shape != expected.shape:
+        raise MismatchError(f"{what} has the shape {list(value.shape)} where {list(expected.shape)} is expected")
     if expected.numel() == 0:
         return
     if not expected.is_floating_point():
-        if not torch.equal(found, expected):
+        if not torch.equal(value, expected):
             raise MismatchError(f"{what} differs")
         return
     odd = ~expected.isfinite()
     if odd.any():  # rows in which all is masked, say: they are odd on one device, too
         if odd.all():
             raise MismatchError(f"{what} has no finite value on random weights and inputs, so nothing can be compared")
-        if not torch.equal(found[odd].nan_to_num(), expected[odd].nan_to_num()):
+        if not torch.equal(value[odd].nan_to_num(), expected[odd].nan_to_num()):
             raise MismatchError(f"{what} is infinite or NaN at other places")
-        found, expected = found[~odd], expected[~odd]
+        value, expected = value[~odd], expected[~odd]
     scale = expected.abs().max().clamp(min=max(least_scale, 1e-30))  # all may be exactly zero
-    error = ((found - expected).abs().max() / scale).item()
+    error = ((value - expected).abs().max() / scale).item()
     if not error <= TOLERANCE:
         raise MismatchError(f"{what} differs by {error:.0%} of its largest value", error)

@@ -1,8 +1,9 @@
-"""Which modules of a model are searched and checked on their own, and which of them can stand for others."""
+"""Runs a model on fake tensors: the modules that are searched and checked, how they are called, and which are alike."""
 
 from collections import Counter
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,16 +11,19 @@ from torch import nn
 
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.copies import copy_module
+from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.provenance import Provenance
 from tensorshard.model.sample_inputs import example_inputs, smaller_inputs
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution, is_multihead_attention
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture
-from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
-from tensorshard.tensor_parallel.verify.kept_captures import captured
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
+from tensorshard.tensor_parallel.verify.block_kinds import block_kinds, describe_module
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.pytree import tree_flatten
 
 # A shrunken model keeps this many of the blocks that are alike, so that one passes its output to the next.
-_KEPT_ALIKE = 2
+_MOST_OF_A_KIND = 2
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
@@ -34,7 +38,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     classes = {type(block) for block in blocks.values()} - {nn.Sequential}
     units: dict[str, nn.Module] = {}
     for name, block in blocks.items():
-        outermost = _within_alike(model, name, classes)
+        outermost = _outermost_of_classes(model, name, classes)
         if outermost is not None:
             units[outermost] = model.get_submodule(outermost)
         elif _num_splittable(block) > 1:
@@ -42,7 +46,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     return {**units, **_beside(model, "", units)} if units else {"": model}
 
 
-def _within_alike(model: nn.Module, name: str, classes: set[type[nn.Module]]) -> str | None:
+def _outermost_of_classes(model: nn.Module, name: str, classes: set[type[nn.Module]]) -> str | None:
     """The outermost module around the block `name` that has convolutions and is of one of `classes`; None for none."""
     parts = name.split(".")
     for length in range(1, len(parts)):
@@ -58,7 +62,7 @@ def _num_splittable(block: nn.Module) -> int:
 
 
 def _beside(module: nn.Module, prefix: str, units: Container[str]) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if path in units or not any(is_convolution(m) for m in child.modules()):
@@ -67,10 +71,54 @@ def _beside(module: nn.Module, prefix: str, units: Container[str]) -> dict[str, 
         holds_unit = any(f"{path}.{inner}" in units for inner, _ in child.named_modules())
         if callable_alone and not holds_unit:
             if _num_splittable(child) > 1:
-                found[path] = child
+                modules[path] = child
         else:
-            found.update(_beside(child, f"{path}.", units))
-    return found
+            modules.update(_beside(child, f"{path}.", units))
+    return modules
+
+
+Captures = dict[Hashable, Capture]
+"""Runs of one model, shared between searches for several numbers of ranks, so that each run is made once."""
+
+_kept: list[Captures] = []
+
+
+@contextmanager
+def captures_kept(captures: Captures) -> Iterator[None]:
+    """Inside, :func:`captured` takes the runs that it finds in `captures`, and adds the others to them.
+
+    All models inside have to be the same one, or copies of it: others may differ in ways that no description shows.
+    """
+    _kept.append(captures)
+    try:
+        yield
+    finally:
+        _kept.pop()
+
+
+def captured(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Capture:
+    """As :func:`capture_calls`. Inside of :func:`captures_kept`, a run is not repeated."""
+    names = list(blocks)
+    if not _kept:
+        return capture_calls(model, names, inputs)
+    key = (
+        describe_module(model),
+        tuple((name, p.dtype, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)),
+        tuple(names),
+        _described(inputs),
+    )
+    if key not in _kept[-1]:
+        _kept[-1][key] = capture_calls(model, names, inputs)
+    capture = _kept[-1][key]
+    return replace(capture, calls=dict(capture.calls))  # callers leave out the calls of what they cannot examine
+
+
+def _described(inputs: Any) -> Hashable:
+    leaves, spec = tree_flatten(inputs)
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
 
 
 @dataclass(frozen=True)
@@ -163,13 +211,13 @@ def without_repetition(model: nn.Module, kinds: Mapping[str, int]) -> nn.Module:
     """
     parameters = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
     smaller = copy_module(model, parameters)
-    alike: Counter[tuple[str, int]] = Counter()
+    num_seen: Counter[tuple[str, int]] = Counter()
     for name, kind in kinds.items():
         if not name:
             continue
         owner, _, key = name.rpartition(".")
-        alike[owner, kind] += 1
-        if alike[owner, kind] > _KEPT_ALIKE:
+        num_seen[owner, kind] += 1
+        if num_seen[owner, kind] > _MOST_OF_A_KIND:
             nn.Module.__delattr__(smaller.get_submodule(owner), key)
     return smaller
 
@@ -178,3 +226,34 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
     return tensor  # a buffer's values may matter, and it is small
+
+
+def blocks_without_random_numbers(units: Mapping[str, nn.Module], run: ModelRun) -> frozenset[str]:
+    """Names of the blocks that ran without random numbers (dropout, say). Of blocks that are alike, one is run."""
+    known: dict[int, bool] = {}
+    for name, call in run.calls.items():
+        kind = run.kinds[name]
+        if kind not in known:
+            known[kind] = _makes_random_numbers(units[name], call)
+    return frozenset(name for name in run.calls if not known[run.kinds[name]])
+
+
+def _makes_random_numbers(block: nn.Module, call: BlockCall) -> bool:
+    """Whether training runs a random operation in `block`; True if that cannot be found out."""
+
+    def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> Provenance[Any]:
+        return Provenance(fake)
+
+    try:
+        provenance = follow_run(block, (call.args, call.kwargs), watch, _train)
+    except Exception as error:  # a block that evaluates on fake tensors may fail to train on them
+        if not raised_by_model(error):
+            raise
+        return True
+    return provenance.rng_ops > 0
+
+
+def _train(copied: nn.Module, samples: Any, provenance: Provenance[Any]) -> None:
+    args, kwargs = samples
+    copied.train()
+    copied(*args, **kwargs)

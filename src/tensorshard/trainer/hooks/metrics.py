@@ -185,7 +185,7 @@ class LoggingHook(Hook):
     def _metrics(self, trainer: "Trainer", record: StepRecord) -> dict[str, float]:
         metrics = {"loss": record.loss.item(), "lr": float(trainer.engine.optimizer.param_groups[0]["lr"])}
         if trainer.engine.grad_norm is not None:
-            metrics["grad_norm"] = float(trainer.engine.grad_norm)
+            metrics["grad_norm"] = trainer.engine.grad_norm
         return metrics | record.metrics | {"samples": trainer.samples_consumed}
 
 

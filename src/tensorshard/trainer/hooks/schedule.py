@@ -35,9 +35,11 @@ class CheckpointHook(Hook):
         directory: of the run.
         every: steps between checkpoints; 0 for one at the end alone.
         keep: checkpoints to keep, the newest ones; 0 for all.
+        best: after which evaluations ``checkpoints/best`` is replaced, such as "lowest val_loss"; None for no such
+            checkpoint. It does not count as one of those to keep.
     """
 
-    def __init__(self, directory: RunDirectory, every: int, keep: int = 2) -> None:
+    def __init__(self, directory: RunDirectory, every: int, keep: int = 2, best: str | None = None) -> None:
         if every < 0:
             raise ValueError(f"every is {every}; expected a number of steps, or 0 for a checkpoint at the end alone.")
         if keep < 0:
@@ -45,6 +47,8 @@ class CheckpointHook(Hook):
         self.directory = directory
         self.every = every
         self.keep = keep
+        self._sign, self._metric = (0, "") if best is None else best_of(best)
+        self._best: float | None = None  # value of the metric
 
     def before_train(self, trainer: "Trainer") -> None:
         self._saved_step = trainer.step
@@ -53,6 +57,17 @@ class CheckpointHook(Hook):
         if self.every and record.step % self.every == 0:
             self._save(trainer)
             self._delete_old(trainer.engine)
+        value = record.metrics.get(self._metric)  # the same on every rank
+        if value is not None and (self._best is None or self._sign * value > self._sign * self._best):
+            self._best = value
+            trainer.engine.save(self.directory.best_checkpoint, extra=trainer.state_dict(), overwrite=True)
+            logger.info("saved checkpoint %s: %s %.6g", self.directory.best_checkpoint, self._metric, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._best is None else {"best": {self._metric: self._best}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best = state["best"].get(self._metric)
 
     def after_train(self, trainer: "Trainer") -> None:
         if trainer.step != self._saved_step:
@@ -85,6 +100,19 @@ class CheckpointHook(Hook):
         if self.keep and engine.mesh.rank == 0:
             for step in self.directory.checkpoint_steps()[: -self.keep]:
                 self.directory.delete_checkpoint(step)
+
+
+def best_of(best: str) -> tuple[int, str]:
+    """Whether the highest value is the best one (1) or the lowest (-1), and of which metric.
+
+    Raises:
+        ValueError: `best` does not say so.
+    """
+    signs = {"lowest": -1, "highest": 1}
+    words = best.split() if isinstance(best, str) else []
+    if len(words) != 2 or words[0] not in signs:
+        raise ValueError(f"it is {best!r}; expected 'lowest' or 'highest' and a metric, such as 'lowest val_loss'")
+    return signs[words[0]], words[1]
 
 
 def _weights_are_finite(engine: Engine) -> bool:

@@ -8,7 +8,6 @@ transformers' ``from_pretrained`` alone.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -19,8 +18,8 @@ from torch import nn
 
 from tensorshard.model.buffers import STATISTICS, keeps_statistics
 from tensorshard.torch_private.modules import without_values
-from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class
-from tensorshard.weights.files.stored_weights import is_of_transformers
+from tensorshard.weights.files.checkpoint_files import is_of_transformers
+from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class, weights_folder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of the names of the base model's tensors
@@ -56,15 +55,17 @@ class AdapterExport:
     """A directory of adapters that is being written. It gets its own name when it is complete.
 
     Args:
-        directory: the path, which has been checked to be new.
+        directory: the path.
         structure: the model of peft.
         layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
         aliases: for every name of a parameter, the one in `layouts`.
         is_trained: whether the parameter of a name was trained.
         dtype: of floating-point tensors in the files; None to keep their own.
         max_shard_size: largest size of a file, in bytes or as text such as "5GB".
+        overwrite: whether an older directory of weights is replaced, once this one is complete.
 
     Raises:
+        FileExistsError: the directory is there, and must not be replaced.
         ValueError: something that is trained would not be in the files, or peft would compute what it writes.
     """
 
@@ -78,10 +79,11 @@ class AdapterExport:
         *,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = MAX_SHARD_SIZE,
+        overwrite: bool = False,
     ) -> None:
-        max_bytes = check_arguments(directory, dtype, max_shard_size)
-        self._directory = directory
-        self._temporary = directory.with_name(f".{directory.name}.saving")
+        max_bytes = check_arguments(dtype, max_shard_size)
+        self._folder = weights_folder(directory, overwrite=overwrite)
+        self._temporary = self._folder.temporary
         self._dtype = dtype
         self._model: Any = without_values(structure, own_class)
         self._names = {
@@ -98,8 +100,7 @@ class AdapterExport:
                     f"max_shard_size is {max_bytes} bytes, but peft reads an adapter from one file, and that of "
                     f"{adapter!r} has {size} bytes; give at least that size"
                 )
-        shutil.rmtree(self._temporary, ignore_errors=True)  # left by a crash
-        self._temporary.mkdir(parents=True)
+        self._folder.begin()
         self._base_names = self._names_of_base(layouts)
         base_layouts = {base: layouts[first] for first, base in self._base_names.items()}
         self._base = (
@@ -193,9 +194,7 @@ class AdapterExport:
                 file.rename(self._temporary / file.name)
             (self._temporary / "base").rmdir()
         self._check_written()
-        if self._directory.exists():
-            self._directory.rmdir()
-        self._temporary.rename(self._directory)
+        self._folder.finish()
 
     def _check_written(self) -> None:
         """Raises RuntimeError if a file has not the names that were chosen: it would open in part."""
@@ -211,7 +210,7 @@ class AdapterExport:
 
     def discard(self) -> None:
         """Removes what was written."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._folder.discard()
 
 
 def _is_peft_model(model: nn.Module) -> bool:

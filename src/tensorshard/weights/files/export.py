@@ -7,7 +7,6 @@ all of its tensors at once, which takes twice a file's size in memory.
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -17,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from tensorshard.common.folders import WholeFolder
 from tensorshard.plan.field_checks import size_in_bytes
-from tensorshard.weights.files.stored_weights import is_of_transformers
+from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.transformers_weights import StoredNames
 
 MAX_SHARD_SIZE = "5GB"
@@ -31,19 +31,26 @@ _DTYPES = {
 }  # fmt: skip
 _ALIGNMENT = 8
 
+# What such directories are made of; the first four tell them from other ones.
+_FILES = (
+    "*.safetensors", "config.json", "adapter_config.json", "model.pt",
+    "*.safetensors.index.json", "generation_config.json",
+)  # fmt: skip
+
 
 class Export:
     """A directory of weights that is being written. It gets its own name when it is complete.
 
     Args:
-        directory: the path. It must not exist, or be empty.
+        directory: the path.
         structure: the model, for its names and config; None to keep names as they are.
         layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
         dtype: of floating-point tensors in the files; None to keep their own.
         max_shard_size: largest size of a file, in bytes or as text such as "5GB".
+        overwrite: whether an older directory of weights is replaced, once this one is complete.
 
     Raises:
-        FileExistsError: the directory is not empty, or is a file.
+        FileExistsError: the directory is there, and must not be replaced.
         ValueError: a size or a dtype is not valid.
     """
 
@@ -55,18 +62,17 @@ class Export:
         *,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = MAX_SHARD_SIZE,
+        overwrite: bool = False,
     ) -> None:
-        size = check_arguments(directory, dtype, max_shard_size)
-        self._directory = directory
-        self._temporary = directory.with_name(f".{directory.name}.saving")
+        size = check_arguments(dtype, max_shard_size)
+        self._folder = weights_folder(directory, overwrite=overwrite)
         plain = None if structure is None else _plain(structure)
         self._names = StoredNames(plain, layouts)
         stored = {name: _cast(layout, dtype) for name, layout in self._names.layouts.items()}
-        shutil.rmtree(self._temporary, ignore_errors=True)  # left by a crash
-        self._temporary.mkdir(parents=True)
-        self._writer = SafetensorsWriter(self._temporary, stored, size)
+        temporary = self._folder.begin()
+        self._writer = SafetensorsWriter(temporary, stored, size)
         if structure is not None:
-            write_configs(structure, self._temporary, dtype)
+            write_configs(structure, temporary, dtype)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor, by the model's name."""
@@ -76,20 +82,28 @@ class Export:
     def finish(self) -> None:
         """Gives the directory its name."""
         self._writer.finish()
-        self._temporary.rename(self._directory)
+        self._folder.finish()
 
     def discard(self) -> None:
         """Removes what was written."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._folder.discard()
 
 
-def check_arguments(directory: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> int:
+def check_arguments(dtype: torch.dtype | None, max_shard_size: int | str) -> int:
     """`max_shard_size` in bytes, if the other arguments are valid, too."""
     size = size_in_bytes("max_shard_size", max_shard_size)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={dtype!r} was given; it must be a floating-point torch.dtype, or None")
-    check_is_new(directory)
     return size
+
+
+def weights_folder(directory: Path, *, overwrite: bool) -> WholeFolder:
+    """A directory of weights that is about to be written.
+
+    Raises:
+        FileExistsError: it is there, and must not be replaced.
+    """
+    return WholeFolder(directory, _FILES, needed=4, kind="a directory of weights", overwrite=overwrite)
 
 
 def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
@@ -103,18 +117,6 @@ def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs
     except BaseException:
         export.discard()
         raise
-
-
-def check_is_new(directory: Path) -> None:
-    """Checks that `directory` can be written without overwriting anything.
-
-    Raises:
-        FileExistsError: it exists, and is not an empty directory.
-    """
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise FileExistsError(
-            f"{directory} is there already and is not overwritten; save under another name, or move it away"
-        )
 
 
 def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:

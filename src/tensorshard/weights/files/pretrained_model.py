@@ -14,7 +14,7 @@ from torch import nn
 
 from tensorshard.common.paths import as_path
 from tensorshard.model.parameters import parameter_aliases
-from tensorshard.weights.files.stored_weights import StoredWeights, WeightFile, is_of_transformers
+from tensorshard.weights.files.checkpoint_files import StoredWeights, WeightFile, is_of_transformers
 from tensorshard.weights.files.weight_files import open_weight_files
 from tensorshard.weights.initial.source import TensorSource
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.weights.files.stored_weights import WeightFile
+from tensorshard.weights.files.checkpoint_files import WeightFile
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -109,10 +109,10 @@ def _find_in(directory: Path) -> Path:
     others = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", *_PICKLED))
     if len(others) == 1:
         return others[0]
-    found = f"it has {', '.join(file.name for file in others[:6])}: name one of them" if others else "it has none"
+    advice = f"it has {', '.join(file.name for file in others[:6])}: name one of them" if others else "it has none"
     raise FileNotFoundError(
         f"{directory} was given, where files of weights were expected ({', '.join((*_SINGLE, *_INDICES))}, or one file "
-        f"ending in .safetensors or .pt); {found}"
+        f"ending in .safetensors or .pt); {advice}"
     )
 
 

@@ -318,7 +318,7 @@ class TensorMethodRecorder(TorchFunctionMode):
 
 
 def truncated_normal_recorded(recorder: OperationRecorder) -> AbstractContextManager[None]:
-    """Makes `nn.init.trunc_normal_` one operation. From torch 2.12 on it reads the numbers that it has drawn."""
+    """Makes `nn.init.trunc_normal_` one operation. It reads the numbers that it has drawn."""
 
     def recorded(sample: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ from tensorshard.torch_private.modules import (
 )
 from tensorshard.torch_private.pytree import tree_leaves
 from tensorshard.torch_private.tensors import PARAMETER_FLAG
-from tensorshard.weights.initial.operation_log import Log, TensorRef, replay
+from tensorshard.weights.initial.operation_log import Log, RandomStates, TensorRef, replay
 from tensorshard.weights.initial.recorder import (
     OperationRecorder,
     TensorMethodRecorder,
@@ -48,23 +48,25 @@ class Recording(TensorSource):
     Computing a value takes the memory of that tensor and of what its own initialisation needs.
     """
 
-    def __init__(self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], seed: int) -> None:
+    def __init__(
+        self, module: nn.Module, log: Log, origins: dict[str, TensorRef | torch.Tensor], states: RandomStates
+    ) -> None:
         """
         Args:
             module: The model on the meta device.
             log: The recorded operations.
             origins: For each name, its reference in the log; or the tensor, if the constructor used a real one.
-            seed: The seed of the random operations.
+            states: Of the random generator, for the operations of `log`.
         """
         super().__init__(module)
         self._log = log
         self._origins = origins
-        self._seed = seed
+        self._states = states
 
     def _value(self, name: str) -> torch.Tensor:
         origin = self._origins[name]
         if isinstance(origin, TensorRef):
-            return replay(self._log, origin, seed=self._seed)
+            return replay(self._log, origin, self._states)
         return origin.detach().cpu()
 
     def again(self) -> "Recording | None":
@@ -84,7 +86,7 @@ class Recording(TensorSource):
                 module = copy_module(self.module, memo)
             except Exception:  # some attributes refuse to be copied
                 return None
-        return Recording(module, self._log, self._origins, self._seed)
+        return Recording(module, self._log, self._origins, self._states)
 
     def is_written(self, name: str) -> bool:
         """Whether the constructor set values in this tensor, after it allocated it."""
@@ -115,9 +117,8 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     The idea is torchdistx's deferred initialisation: a dispatch mode over fake tensors logs every operation;
     the value of one parameter is the replay of the few operations it depends on. So initialisation code of
     whatever kind is honoured (`self.apply(init)`, `nn.init`, in-place arithmetic, parametrizations), and no
-    process holds the whole model. Every random operation is seeded from (seed, its index among them), which
-    makes values independent of the order in which they are asked for. They are not the numbers that the
-    constructor would draw after `torch.manual_seed(seed)`, which depend on that order.
+    process holds the whole model. The values are those that the constructor would set after
+    `torch.manual_seed(seed)`, whatever the order in which they are asked for (:class:`RandomStates`).
     Memory that is left as `torch.empty` made it is zero.
 
     A constructor that cannot be recorded (it reads values by `.item()` or `.numpy()`, seeds torch or draws from its
@@ -195,7 +196,7 @@ def _forget(left: list[Any], depth: int = 3) -> None:
 
 def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:
     with seeded(seed):
-        torch.manual_seed(_NOBODYS_SEED)  # nothing is drawn: values are replayed, each from a seed of its own
+        torch.manual_seed(_NOBODYS_SEED)  # nothing is drawn: values are replayed
         return _run_seeded(build, fake_mode, seed)
 
 
@@ -226,6 +227,7 @@ def _run_seeded(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed:
                 "model on the CPU, without torch.device('meta'): recording it allocates nothing"
             )
     origins = {name: recorder.origin(tensor) for name, tensor in named_tensors(module)}
+    states = RandomStates(recorder.log, seed)
     # By the id of a fake tensor. That tensor is kept as the first of the two, so that no other gets its id.
     computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -235,14 +237,14 @@ def _run_seeded(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed:
             return tensor
         if id(tensor) not in computed:
             with unset_fake_temporarily() as outer:
-                value = replay(recorder.log, origin, seed=seed)
+                value = replay(recorder.log, origin, states)
             if isinstance(outer, FakeTensorMode):
                 value = outer.from_tensor(value)
             computed[id(tensor)] = tensor, value
         return computed[id(tensor)][1]
 
     move_to_meta(module, hidden=internal, attribute=attribute)
-    return Recording(module, recorder.log, origins, seed)
+    return Recording(module, recorder.log, origins, states)
 
 
 def _check_module(module: object) -> None:

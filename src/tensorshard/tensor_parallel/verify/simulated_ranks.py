@@ -1,7 +1,8 @@
 """Simulated ranks: threads of one process, so that a table can be verified without starting processes.
 
 The code that runs is the code that trains; only the group is another. (torch's own tests have a threaded process group,
-which installs itself for the whole process. This one is an object like any other.)
+which installs itself for the whole process. This one is an object like any other.) :func:`fake_process_group` is one
+rank alone, and shows the shapes that it computes.
 """
 
 import threading
@@ -115,3 +116,34 @@ def run_as_ranks(size: int, function: Callable[[dist.ProcessGroup], _Result]) ->
     if len(results) < size:
         raise RuntimeError(f"the ranks waited for each other longer than {_TIMEOUT_SECONDS:.0f} s")
     return [results[rank] for rank in range(size)]
+
+
+def fake_process_group(rank: int, size: int) -> dist.ProcessGroup:
+    """A group that treats the other ranks' tensors as equal to this rank's. No bytes are sent.
+
+    Args:
+        rank: this process's rank in the group.
+        size: the number of ranks that the group pretends to have.
+    """
+    return LocalGroup(_Silent(size), rank, size)
+
+
+class _Silent:
+    name = "silent"
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Does nothing: only shapes count."""
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        output.view(self._size, -1).copy_(input.reshape(1, -1))
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        output.copy_(input.reshape(-1)[: output.numel()].view_as(output))
+
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> None:
+        """Does nothing: only shapes count."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorshard.tensor_parallel.verify.channels_check import computes_by_channel
+from tensorshard.tensor_parallel.verify.layer_checks import computes_by_channel
 
 
 class Activated(nn.BatchNorm2d):

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
-from tensorshard.tensor_parallel.verify.model_run import find_units, run_once
-from tensorshard.tensor_parallel.verify.random_blocks import blocks_without_random_numbers
+from tensorshard.tensor_parallel.verify.model_run import blocks_without_random_numbers, find_units, run_once
 
 
 class Mlp(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tensorshard.tensor_parallel.verify.thread_ranks import run_as_ranks
+from tensorshard.tensor_parallel.verify.simulated_ranks import run_as_ranks
 
 
 def test_a_first_rank_that_fails_alone_starts_no_others():

@@ -1,4 +1,4 @@
-""":class:`ShardedModel`: the interface of a laid-out model for the Engine and checkpoints, under any plan.
+""":class:`ShardedModel`: a model under any plan, as the Engine and checkpoints see it.
 
 Its *masters* are the parameters that the optimizer updates.
 """

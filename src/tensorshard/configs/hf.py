@@ -1,0 +1,40 @@
+"""A language model from a directory as Hugging Face writes it, trained on text: yours, or Python's standard library.
+
+Nothing is downloaded; the directory has ``config.json``, ``model.safetensors`` and ``tokenizer.json``::
+
+    tensorshard train hf model.pretrained=path/to/model text.files='texts/*.txt'
+"""
+
+from tensorshard.config import LazyCall, get_config
+from tensorshard.data import Text
+from tensorshard.models import next_token_loss
+
+train = get_config("common/train.py").train
+optimizer = get_config("common/optim.py").optimizer
+scheduler = get_config("common/optim.py").scheduler
+
+model = {"pretrained": "???"}
+loss = LazyCall(next_token_loss, partial=True)()
+
+# Files: paths or patterns of text files; None for the standard library. Every tenth part is for validation.
+text = {"files": None, "tokenizer": "${model.pretrained}", "context_length": 256}
+
+
+def _text(split):
+    return LazyCall(Text)(
+        split=split,
+        context_length="${text.context_length}",
+        tokenizer="${text.tokenizer}",
+        files="${text.files}",
+    )
+
+
+data = {"train": _text("train"), "validation": _text("validation")}
+
+train.steps = 100
+train.global_batch_size = 8
+train.eval_every = 50
+train.eval_batches = 8
+train.save_every = 0
+optimizer.lr = 2e-5
+scheduler.warmup_steps = 10

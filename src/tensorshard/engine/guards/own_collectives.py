@@ -1,0 +1,87 @@
+"""Finds models that call ``torch.distributed`` themselves, for all ranks, under a plan in which ranks share samples.
+
+Codebooks that sum over all ranks what their batch adds to them are an example. Tensor-parallel ranks have the same
+samples, which would count several times; of a pipeline one stage alone would make the call, and wait for ever.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.comm.world import world
+from tensorshard.model.call_stack import users_line
+from tensorshard.plan.plan import Plan
+
+_METHODS = (
+    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "broadcast", "reduce", "gather", "scatter"),
+    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier"),
+)
+_PACKAGE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (sys.modules["tensorshard"], torch))
+_CALL = nn.Module.__call__.__code__, nn.Module._call_impl.__code__
+
+
+class OwnCollectives:
+    """Watches the first forward in training.
+
+    Args:
+        plan: one under which ranks have the same samples, or parts of the model; else nothing is watched.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        axes = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}
+        self._axes = [axis for axis, degree in axes.items() if degree > 1]
+        self._watches = bool(self._axes) and dist.is_initialized()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, a forward may be the first.
+
+        Raises:
+            RuntimeError: its code makes a collective call for all ranks.
+        """
+        if not self._watches or not torch.is_grad_enabled() or world().is_simulated:
+            yield
+            return
+        before = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
+        for name, method in before.items():
+            setattr(dist.ProcessGroup, name, self._checking(name.strip("_"), method))
+        try:
+            yield
+        finally:
+            self._watches = False
+            for name, method in before.items():
+                setattr(dist.ProcessGroup, name, method)
+
+    def _checking(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if group is dist.group.WORLD and _is_a_models():
+                raise RuntimeError(
+                    f"the model calls torch.distributed itself ({name}, {users_line()}), for all ranks, and under "
+                    f"{' and '.join(self._axes)} these have the same samples or other parts of the model: pass the "
+                    f"group of the ranks that share the batch (group=engine.mesh.dp_group), switch it off in the "
+                    f"model, or use a plan without {' and '.join(self._axes)}"
+                )
+            return method(group, *args, **kwargs)
+
+        return called
+
+
+def _is_a_models() -> bool:
+    """Whether the code of a model, in its forward, makes the call."""
+    frame, caller = sys._getframe(2), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if caller is None and not file.startswith(_TORCH):
+            caller = file
+            if caller.startswith(_PACKAGE):
+                return False
+        if caller is not None and frame.f_code in _CALL:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,222 @@
+"""What every data rank has of its own, put together: outputs, means, and metrics over a loader."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.engine.last_batch import ShortBatches
+from tensorshard.engine.loss import sum_and_count
+from tensorshard.model.batches import batch_size, to_device
+from tensorshard.model.tensors import map_tensors, take_apart
+from tensorshard.plan.mesh import Mesh
+
+
+def gather(values: Any, mesh: Mesh, device: torch.device) -> Any:
+    """See :meth:`tensorshard.Engine.gather`."""
+    tensors, structure = take_apart(values)
+    if not tensors:
+        raise TypeError(
+            f"engine.gather was given {type(values).__name__} without a tensor; it takes a tensor, or a tuple, list, "
+            f"dict or dataclass of tensors whose first dimension is the samples"
+        )
+    rows = [to_device(tensor.detach(), device) for tensor in tensors]
+    rows = [row if row.dim() else row[None] for row in rows]
+    if mesh.dp_size == 1:
+        return structure.build(rows)
+    forms: list[Any] = [None] * mesh.dp_size
+    dist.all_gather_object(forms, [(list(row.shape), str(row.dtype)) for row in rows], group=mesh.dp_group)
+    for rank, form in enumerate(forms):
+        _check_form(forms[0], form, rank)
+    sizes = ([form[index][0][0] for form in forms] for index in range(len(rows)))
+    return structure.build([_gathered(row, its_sizes, mesh) for row, its_sizes in zip(rows, sizes, strict=True)])
+
+
+def _check_form(first: list[tuple[list[int], str]], other: list[tuple[list[int], str]], rank: int) -> None:
+    def shown(form: list[tuple[list[int], str]]) -> str:
+        return " and ".join(f"{dtype} {shape}" for shape, dtype in form)
+
+    if [(shape[1:], dtype) for shape, dtype in first] != [(shape[1:], dtype) for shape, dtype in other]:
+        raise ValueError(
+            f"engine.gather was given {shown(first)} on data rank 0 and {shown(other)} on data rank {rank}; only the "
+            f"first dimension, the samples, may differ: pad the others to one length"
+        )
+
+
+def _gathered(rows: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Tensor:
+    """The rows of all data ranks, of which each has as many as `sizes` says."""
+    wire = rows.view(torch.uint8) if rows.dtype == torch.bool else rows
+    padded = wire.new_zeros(max(sizes), *wire.shape[1:])
+    padded[: len(wire)] = wire
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=mesh.dp_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).view(rows.dtype)
+
+
+def mean(values: Any, mesh: Mesh, device: torch.device) -> Any:
+    """See :meth:`tensorshard.Engine.mean`."""
+    named = values if isinstance(values, Mapping) else {"": values}
+    totals = [torch.stack(_total(value, device)) for value in named.values()]
+    if not totals:
+        return {}
+    everything = torch.stack(totals)
+    if mesh.dp_size > 1:
+        all_reduce_(everything, mesh.dp_group, what="the values of engine.mean")
+    means = (everything[:, 0] / everything[:, 1]).unbind()
+    found = {name: _like(values, one) for (name, values), one in zip(named.items(), means, strict=True)}
+    return found if isinstance(values, Mapping) else found[""]
+
+
+def _total(value: Any, device: torch.device) -> list[torch.Tensor]:
+    """The sum of what a data rank was given, and the count that it is a sum over, in fp64."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        value = value.detach().double().sum(), value.numel()
+    elif isinstance(value, Real):
+        value = torch.tensor(float(value))
+    total, count = sum_and_count(value, device, "engine.mean was given", "be given")
+    one = torch.ones((), dtype=torch.float64, device=device)
+    return [total.detach().to(device, torch.float64), one if count is None else count.double()]
+
+
+def _like(value: Any, found: torch.Tensor) -> Any:
+    if isinstance(value, Real):
+        return found.item()
+    first = value[0] if isinstance(value, tuple) else value
+    return found.to(first.dtype if first.is_floating_point() else torch.float32)
+
+
+class Metrics:
+    """Metrics of a model's outputs over a loader, in which each sample counts once under any plan.
+
+    Every rank gets the outputs and targets of all data ranks, and updates its own metrics with them. So these need
+    neither know of other ranks nor be sums, and all ranks compute the same.
+
+    Args:
+        metrics: an object with ``update(outputs, targets)``, ``compute()`` and ``reset()``, or a dict of such.
+
+    Raises:
+        TypeError: they are something else.
+    """
+
+    def __init__(self, metrics: Any, device: torch.device) -> None:
+        is_dict = isinstance(metrics, Mapping) and not _is_metric(metrics)
+        self._named = dict(metrics) if is_dict else {"": metrics}
+        self._is_dict = is_dict
+        for name, metric in self._named.items():
+            if not _is_metric(metric):
+                what = f"metrics[{name!r}] is" if is_dict else "metrics are"
+                raise TypeError(
+                    f"{what} a {type(metric).__name__}; engine.evaluate takes an object with update(outputs, targets), "
+                    f"compute() and reset(), as torchmetrics has them, or a dict of such objects"
+                )
+            if isinstance(metric, nn.Module):
+                metric.to(device)
+
+    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> Any:
+        """What they compute of `batches`: the outputs and targets of all data ranks."""
+        metrics = self._named.values()
+        for metric in metrics:
+            metric.reset()
+        try:
+            with _alone(metrics):
+                for outputs, targets in batches:
+                    for metric in metrics:
+                        metric.update(outputs, targets)
+                found = {name: metric.compute() for name, metric in self._named.items()}
+        finally:
+            for metric in metrics:
+                metric.reset()
+        return found if self._is_dict else found[""]
+
+
+def _is_metric(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
+
+
+@contextmanager
+def _alone(metrics: Iterable[Any]) -> Iterator[None]:
+    """A context in which metrics of torchmetrics do not sum over ranks: each rank has seen all samples."""
+    modules = [module for metric in metrics if isinstance(metric, nn.Module) for module in metric.modules()]
+    asking = {module: vars(module)[_ASKS] for module in modules if _ASKS in vars(module)}
+    for module in asking:
+        setattr(module, _ASKS, lambda: False)
+    try:
+        yield
+    finally:
+        for module, function in asking.items():
+            setattr(module, _ASKS, function)
+
+
+_ASKS = "distributed_available_fn"  # torchmetrics' function that says whether there are other ranks
+
+
+def gathered_batches(
+    loader: Iterable[Any], predict: Callable[[Any], Any], split: ShortBatches, mesh: Mesh, device: torch.device
+) -> Iterator[tuple[Any, Any]]:
+    """The outputs and targets of all data ranks for each batch of `loader`. A collective.
+
+    A rank whose batch is smaller than the others' computes other samples besides, and leaves their outputs out: all of
+    them run the same number of micro-batches.
+    """
+    batches = iter(loader)
+    while True:
+        batch = next(batches, None)
+        if batch is not None:
+            batch = pair(batch)
+        filled = split.filled_up(batch)
+        if filled is None:
+            return
+        inputs, targets, size = filled
+        total = batch_size(inputs)
+        outputs = map_tensors(partial(_first_of, size, total), predict(inputs))
+        yield gather((outputs, targets), mesh, device)
+
+
+def _first_of(size: int, total: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:size] if tensor.dim() and len(tensor) == total else tensor
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """The inputs and targets of a batch that a loader gave.
+
+    Raises:
+        TypeError: it is not a pair.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        given = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise TypeError(
+            f"engine.evaluate was given a loader whose batches have the form of {given}; each must be (inputs, "
+            f"targets): let its collate_fn make them, or call engine.evaluate(inputs, targets) for each batch"
+        )
+    inputs, targets = batch
+    return inputs, targets
+
+
+def check_loader(loader: Any) -> None:
+    """Checks what :meth:`tensorshard.Engine.evaluate` was given in place of inputs and targets.
+
+    Raises:
+        TypeError: it is one batch, or cannot be iterated.
+        ValueError: it gives some samples twice.
+    """
+    if isinstance(loader, torch.Tensor | tuple | list | Mapping) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"engine.evaluate was given a {type(loader).__name__} alone; it takes (inputs, targets), or a loader of "
+            f"such batches"
+        )
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+        twice = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+        if twice:
+            raise ValueError(
+                f"engine.evaluate was given a DataLoader with a DistributedSampler, which gives {twice} of the "
+                f"{len(sampler.dataset)} samples twice, to fill up {sampler.num_replicas} ranks: take "  # type: ignore[arg-type]
+                f"engine.loader(dataset, batch_size, shuffle=False), in which each counts once"
+            )

@@ -1,0 +1,107 @@
+"""Ranks that fail, end or make another call: the others hear of it, and of what it was, long before the timeout."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tensorshard.comm.call_watch import CallWatch
+from tensorshard.comm.collectives import all_reduce_
+
+CPU = torch.device("cpu")
+PAUSE = 0.05
+
+
+def _watch() -> CallWatch:
+    return CallWatch([dist.group.WORLD], CPU, pause=PAUSE)
+
+
+def _call(watch: CallWatch, name: str) -> None:
+    with watch.calling(name):
+        all_reduce_(torch.ones(1), dist.group.WORLD, what=name)
+
+
+def _different_calls() -> tuple[str, str | None, float]:
+    watch, started = _watch(), time.monotonic()
+    for _ in range(3):
+        _call(watch, "step")
+    name = ("save", "step")[dist.get_rank()]
+    with pytest.raises(RuntimeError) as raised:
+        _call(watch, name)
+    return str(raised.value), watch.explain(name), time.monotonic() - started
+
+
+def test_different_calls(ranks):
+    for rank, (message, cause, seconds) in enumerate(ranks(2, _different_calls)):
+        assert "could not finish the all_reduce" in message
+        mine, others = ("save", "step") if rank == 0 else ("step", "save")
+        assert cause is not None and f"rank {1 - rank} called {others} while rank {rank} called {mine}" in cause
+        assert seconds < 30  # the world's timeout is longer
+
+
+def _one_fails() -> Any:
+    watch = _watch()
+    if dist.get_rank() == 1:
+        with pytest.raises(ZeroDivisionError), watch.calling("step"):
+            raise ZeroDivisionError("made by the test")
+        _wait_for(lambda: watch.look() or _is_broken())
+        return None
+    with pytest.raises(RuntimeError):
+        _call(watch, "step")
+    return watch.explain("step")
+
+
+def _is_broken() -> bool:
+    try:
+        dist.barrier()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _wait_for(happens: Any) -> None:
+    while not happens():
+        time.sleep(PAUSE)
+
+
+def test_a_rank_that_fails_and_lives_on(ranks):
+    assert ranks(2, _one_fails)[0] == "rank 1 failed in step: ZeroDivisionError: made by the test"
+
+
+def _all_fail() -> float:
+    watch = _watch()
+    time.sleep(10 * PAUSE * dist.get_rank())  # rank 1 computes, and does not wait
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), watch.calling("step"):
+            raise ZeroDivisionError
+    _call(watch, "step")
+    return 1.0 if watch.verdict is None else 0.0
+
+
+def test_a_failure_of_all_ranks_breaks_nothing(ranks):
+    assert ranks(2, _all_fail) == [1.0, 1.0]
+
+
+def _one_is_late() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tensorshard").addHandler(handler)
+    try:
+        watch = _watch()
+        _call(watch, "step")
+        time.sleep(40 * PAUSE * dist.get_rank())
+        _call(watch, "save")
+    finally:
+        logging.getLogger("tensorshard").removeHandler(handler)
+    return said
+
+
+def test_a_rank_that_is_late_is_waited_for_and_named_once(ranks):
+    assert ranks(2, _one_is_late) == [
+        ["rank 0 waits in save for rank 1, which has not called it; every rank calls it"],
+        [],
+    ]

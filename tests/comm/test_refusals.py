@@ -1,0 +1,54 @@
+"""A refusal that ends all processes of a script is written once, with the line of the user's code."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+import tensorshard as ts
+from tensorshard.comm.refusals import FULL, is_refusal, report_refusals_once
+
+
+def _refused() -> ValueError:
+    try:
+        ts.Plan(tp=7, dp_shard=1).resolve(2)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def _written(make_error: Callable[[], Exception]) -> str:
+    """What the process that ends with `error` writes."""
+    error, usual, out = make_error(), sys.excepthook, io.StringIO()
+    sys.excepthook = lambda *_: print("the whole traceback", file=sys.stderr)
+    try:
+        report_refusals_once.__wrapped__()
+        with contextlib.redirect_stderr(out):
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.excepthook = usual
+    return out.getvalue()
+
+
+def test_rank_0_writes_it_and_the_others_a_line(ranks):
+    first, second = ranks(2, _written, _refused)
+    lines = first.splitlines()
+    assert f'File "{Path(__file__)}"' in lines[0] and len(lines) == 3
+    assert "multiply to 7" in lines[1] and "torchrun --nproc-per-node 7" in lines[1] and FULL in lines[2]
+    assert second == "ValueError, as on rank 0\n"
+
+
+def _other_error() -> Exception:
+    try:
+        nn.Linear(2, 3)(None)
+    except TypeError as error:
+        return error
+    raise AssertionError
+
+
+def test_other_errors_keep_their_traceback(ranks):
+    assert not is_refusal(_other_error()) and is_refusal(_refused())
+    assert ranks(2, _written, _other_error) == ["the whole traceback\n"] * 2
