@@ -318,3 +318,27 @@ def test_loops_within_loops_count_what_they_leave_out():
     assert counted.flops == run.flops
     assert counted.memory_traffic == pytest.approx(run.memory_traffic, rel=1e-3)
     assert counted.peak_allocated == run.peak_allocated
+
+
+def _of_many_classes(device: str, **fields: Any) -> RankEstimate:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    tokens = torch.zeros(16, 128, dtype=torch.long)
+    model, adamw = partial(GPT, 65_536, 128, 1, 2, 16), partial(torch.optim.AdamW, lr=1e-3)
+    given = {"inputs": tokens, "targets": tokens, "optimizer": adamw, "loss_fn": next_token_loss}
+    return ts.estimate(model, ts.Plan(**fields), world_size=2, device=device, **given).ranks[0]
+
+
+def test_logits_are_computed_in_the_tiles_of_the_device_that_is_estimated():
+    on_gpu, on_cpu = (_of_many_classes(device, logits="tiled") for device in ("cuda", "cpu"))
+    assert sum(on_gpu.operations.kernels.values()) < sum(on_cpu.operations.kernels.values()) / 4
+    assert on_gpu.peak_allocated > on_cpu.peak_allocated + (256 << 20)
+    assert abs(on_gpu.flops / on_cpu.flops - 1) < 0.01
+
+
+def test_zero_2_reduces_in_every_micro_batch():
+    def sent(count: int) -> int:
+        found = _of_many_classes("cuda", zero=2, micro_batches=count, logits="whole").operations
+        return sum(count for transfer, count in found.transfers.items() if transfer.collective == "reduce_scatter")
+
+    assert sent(8) == 8 * sent(1) > 0

@@ -84,8 +84,8 @@ def test_the_summary_has_estimated_and_measured_where_these_compare(
         directory=RunDirectory(tmp_path),
     )
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("rank 0: 700 MiB  rank 1: 800 MiB" in said) is shown is ("rank 0: 9 MiB" in said)
-    assert "7 MiB" not in said
+    assert ("rank 0: 700 MiB  rank 1: 800 MiB" in said) is shown is ("rank 0: 9.00 MiB" in said)
+    assert "7.00 MiB" not in said
     assert "rank 0: 300 MiB" in said
 
 

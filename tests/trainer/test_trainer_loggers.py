@@ -67,11 +67,11 @@ def test_plain_lines_are_sparse_but_never_miss_an_evaluation_or_the_end() -> Non
         metrics = {"loss": 2.0, "tokens_per_second": 12345.0, "peak_memory_bytes": 3 * 2**20}
         logger.log(step, metrics | ({"val_loss": 2.5} if step == 50 else {}))
     assert text.getvalue().splitlines() == [
-        "step  10/100  loss 2.0000  12.3k tokens/s  3 MiB  eta 0:36",
-        "step  40/100  loss 2.0000  12.3k tokens/s  3 MiB  eta 0:24",
-        "step  50/100  loss 2.0000  val_loss 2.5000  12.3k tokens/s  3 MiB  eta 0:20",
-        "step  80/100  loss 2.0000  12.3k tokens/s  3 MiB  eta 0:08",
-        "step 100/100  loss 2.0000  12.3k tokens/s  3 MiB",
+        "step  10/100  loss 2.0000  12.3k tokens/s  3.00 MiB  eta 0:36",
+        "step  40/100  loss 2.0000  12.3k tokens/s  3.00 MiB  eta 0:24",
+        "step  50/100  loss 2.0000  val_loss 2.5000  12.3k tokens/s  3.00 MiB  eta 0:20",
+        "step  80/100  loss 2.0000  12.3k tokens/s  3.00 MiB  eta 0:08",
+        "step 100/100  loss 2.0000  12.3k tokens/s  3.00 MiB",
     ]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tensorshard.host import memory as host_memory
 from tensorshard.trainer import memory
-from tensorshard.trainer.memory import PeakMemory, format_bytes
+from tensorshard.trainer.memory import PeakMemory
 
 
 def test_the_peak_remembers_what_was_freed_until_it_is_reset() -> None:
@@ -60,12 +60,3 @@ def test_on_a_gpu_the_peak_is_the_allocators() -> None:
     before = peak.bytes()
     torch.ones(2**20, device=device)
     assert peak.bytes() == before + 4 * 2**20
-
-
-def test_sizes_for_people() -> None:
-    assert [format_bytes(n) for n in (12, 2048, 5 * 2**20, 3 * 2**30)] == [
-        "12 B",
-        "2 KiB",
-        "5 MiB",
-        "3.00 GiB",
-    ]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.torch_private.fake_tensors import active_fake_mode
+from tensorshard.torch_private.process_groups import simulates_gpu
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
@@ -97,6 +98,9 @@ class World(Protocol):
     def known(self, tensor: torch.Tensor, default: Any) -> Any:
         """The numbers in `tensor`, as ``tensor.tolist()``; `default` if nothing is computed."""
 
+    def on_cpu(self, device: torch.device) -> bool:
+        """Whether what is on `device` is computed by a CPU. The tensors of a simulated GPU say that they are on one."""
+
 
 class _RealWorld:
     is_simulated = False
@@ -104,12 +108,18 @@ class _RealWorld:
     def known(self, tensor: torch.Tensor, default: Any) -> Any:
         return tensor.tolist()
 
+    def on_cpu(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
 
 class _SimulatedWorld:
     is_simulated = True
 
     def known(self, tensor: torch.Tensor, default: Any) -> Any:
         return default
+
+    def on_cpu(self, device: torch.device) -> bool:
+        return device.type == "cpu" and not simulates_gpu()
 
 
 _REAL, _SIMULATED = _RealWorld(), _SimulatedWorld()

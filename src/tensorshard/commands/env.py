@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
 from tensorshard.commands.arguments import HelpFormat
+from tensorshard.common.quantities import size_text
 from tensorshard.common.terminal import fit, terminal_width
 from tensorshard.host.memory import cores_here
 
@@ -80,20 +81,16 @@ def _version(package: str) -> str:
 
 
 def _machine() -> dict[str, str]:
-    from tensorshard.trainer.memory import format_bytes
-
     cores = cores_here()
     found = {"CPU cores": str(cores)}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found["memory"] = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        found["memory"] = size_text(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return found
 
 
 def _devices() -> dict[str, str]:
     import torch
     import torch.distributed as dist
-
-    from tensorshard.trainer.memory import format_bytes
 
     found = {
         "CPU kernels": torch.backends.cpu.get_cpu_capability(),
@@ -117,5 +114,5 @@ def _devices() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         peers = [i for i in range(count) if i != index and torch.cuda.can_device_access_peer(index, i)]
         links = f"; reaches {', '.join(map(str, peers))} directly" if peers else ""
-        found[f"GPU {index}"] = f"{properties.name}, {format_bytes(properties.total_memory)}{links}"
+        found[f"GPU {index}"] = f"{properties.name}, {size_text(properties.total_memory)}{links}"
     return found

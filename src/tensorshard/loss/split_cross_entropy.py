@@ -20,6 +20,7 @@ from tensorshard.comm.differentiable import gather
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharding import normalize_dim
+from tensorshard.comm.world import world
 from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.layers.arguments import check_same_ranks
 from tensorshard.loss.formulas import (
@@ -307,6 +308,6 @@ def _own_weight(class_weight: torch.Tensor | None, logits: torch.Tensor, start: 
 
 def _tiles(logits: torch.Tensor) -> Iterable[slice]:
     """Rows of `logits`, as many at a time as make a tile."""
-    tile = _CPU_TILE if logits.device.type == "cpu" else _DEVICE_TILE
+    tile = _CPU_TILE if world().on_cpu(logits.device) else _DEVICE_TILE
     step = max(1, tile // max(1, logits.size(1)))
     return loop_slices([slice(begin, begin + step) for begin in range(0, logits.size(0), step)])

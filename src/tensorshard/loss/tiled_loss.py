@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from tensorshard.comm import primitives
+from tensorshard.comm.world import world
 from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.loss.formulas import (
     Statistics,
@@ -215,7 +216,7 @@ _FEWEST = 64
 
 def rows_at_once(classes: int, weight_bytes: int, device: torch.device) -> int:
     """How many rows' logits are held at a time."""
-    size = max(_CPU_BYTES if device.type == "cpu" else _DEVICE_BYTES, weight_bytes // 4)
+    size = max(_CPU_BYTES if world().on_cpu(device) else _DEVICE_BYTES, weight_bytes // 4)
     return max(_FEWEST, size // (4 * max(1, classes)) // _FEWEST * _FEWEST)
 
 

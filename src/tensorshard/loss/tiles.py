@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import to_local
+from tensorshard.comm.world import world
 from tensorshard.common.sampled_loops import loop_slices
 from tensorshard.loss.formulas import cap, local_columns
 
@@ -32,7 +33,7 @@ class Precision:
         """The types for an input, with the type of autocast if that is on."""
         if input.dtype == torch.float64:
             return cls(torch.float64, torch.float64)
-        if input.device.type == "cpu":
+        if world().on_cpu(input.device):
             return cls(torch.float32, torch.float32)
         return cls(autocast or input.dtype, torch.float32)
 
@@ -81,7 +82,7 @@ class Tile:
 
 def tile_width(samples: int, features: int, device: torch.device) -> int:
     """How many classes make a tile."""
-    size = _CPU_BYTES if device.type == "cpu" else _DEVICE_BYTES
+    size = _CPU_BYTES if world().on_cpu(device) else _DEVICE_BYTES
     width = size // (4 * max(1, samples + features)) // _MULTIPLE * _MULTIPLE
     return min(max(width, _NARROWEST), _WIDEST)
 

@@ -199,7 +199,9 @@ def shard_model(
         from tensorshard.parallelize.split_tensors import choose_table
 
         decisions.table = choose_table(source, plan, mesh, sample_inputs)
-    context = PassContext(plan, mesh, device, decisions.table, by_hand, storage=storage)
+    context = PassContext(
+        plan, mesh, device, decisions.table, by_hand, storage=storage, parameters=decisions.parameters
+    )
     if mesh.degrees["pp"] > 1:
         from tensorshard.parallelize.stages import shard_stages
 

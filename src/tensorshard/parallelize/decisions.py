@@ -41,9 +41,11 @@ class Decisions:
         shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None if there
             is none yet, or if it cannot be used twice.
         traced: the model's runs, which plans with other cuts may share; None if no other plans are tried.
+        parameters: how many elements of parameters the model counts as having, where it stands for a larger one.
     """
 
     table: "VerifiedTable | None" = None
     recorded: "tuple[Recording, list[OwnRule]] | None" = None
     shapes: "CutCache | None" = None
     traced: dict[Any, Traced] | None = None
+    parameters: int | None = None

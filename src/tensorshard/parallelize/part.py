@@ -29,6 +29,7 @@ class PassContext:
         by_hand: how the parallel layers that the user built are split, by the names of their tensors. Then there is no
             table.
         storage: where values are kept.
+        parameters: as in :class:`tensorshard.parallelize.decisions.Decisions`.
     """
 
     plan: Plan
@@ -37,6 +38,7 @@ class PassContext:
     table: "VerifiedTable | None" = None
     by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
     storage: Storage = field(default_factory=DeviceStorage)
+    parameters: int | None = None
 
 
 @dataclass

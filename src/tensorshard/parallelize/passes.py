@@ -66,6 +66,7 @@ def tiled_logits(part: Part, context: PassContext) -> None:
             blocks=part.blocks,
             gathered=part.units if context.plan.shards_parameters else [],
             split_outputs=part.split.outputs.sizes,
+            parameters=context.parameters,
         )
 
 
@@ -149,6 +150,7 @@ def find_output_logits(
     blocks: list[nn.Module],
     gathered: list[list[nn.Module]],
     split_outputs: Mapping[nn.Module, int],
+    parameters: int | None = None,
 ) -> OutputLogits:
     """Makes the linear layers outside of `model`'s blocks return logits as ``plan.logits`` says.
 
@@ -159,6 +161,7 @@ def find_output_logits(
         gathered: under ZeRO 3, the modules whose parameters are gathered only for their own forward; else empty.
         split_outputs: layers that are split over the tensor-parallel ranks and return full outputs, each with its
             number of features on all ranks together.
+        parameters: the elements of the model's parameters; None to count them.
     """
     if plan.logits == "whole":
         return OutputLogits()
@@ -189,12 +192,13 @@ def find_output_logits(
     # A loss that computes gradients in forward keeps one as large as the weight for each micro-batch under way. So at
     # most one may be under way.
     at_once = plan.pp == 1 or plan.pp_schedule == "1f1b"
-    return OutputLogits(plan.logits, layers, _state_bytes(model, plan), at_once=at_once)
+    if parameters is None:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+    return OutputLogits(plan.logits, layers, _state_bytes(parameters // plan.tp, plan), at_once=at_once)
 
 
-def _state_bytes(model: nn.Module, plan: Plan) -> int:
+def _state_bytes(parameters: int, plan: Plan) -> int:
     """Bytes of weights, gradients and two optimizer states on a rank in fp32; the same number on all ranks."""
-    parameters = sum(parameter.numel() for parameter in model.parameters()) // plan.tp
     level, ranks = int(plan.zero), plan.dp_shard
     over = [ranks if level >= needed else 1 for needed in (3, 2, 1, 1)]
     return sum(4 * parameters // shards for shards in over)

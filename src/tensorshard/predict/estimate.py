@@ -4,9 +4,10 @@ import gc
 import logging
 import os
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -34,7 +35,7 @@ from tensorshard.predict.chart import picture
 from tensorshard.predict.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
 from tensorshard.predict.hardware import Hardware, find_hardware
 from tensorshard.predict.operation_ledger import OperationLedger
-from tensorshard.predict.operations import UPDATE, Operations, Transfer
+from tensorshard.predict.operations import BACKWARD, UPDATE, Operations, Transfer
 from tensorshard.predict.page import Side, page
 from tensorshard.predict.rank_estimate import RankEstimate, summarize
 from tensorshard.predict.step_time import StepTime, step_time
@@ -388,22 +389,22 @@ def enough_micro_batches(plan: Plan, inputs: Any, targets: Any) -> int:
         return every
     if plan.pp == 1:
         return _ALONE
-    from tensorshard.pipeline.run.draw_schedule import timeline
+    from tensorshard.pipeline.run.draw_schedule import kept_by_ranks
 
-    def kept(count: int) -> list[int]:
-        drawn = timeline(plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank, micro_batches=count)
-        return [drawn.kept(rank) for rank in range(plan.pp)]
+    kept = partial(kept_by_ranks, plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank)
+    wanted = kept(micro_batches=every)
 
-    wanted: list[int] | None = None
-    for count in range(plan.pp + 2, min(every, _ROUNDS * plan.pp + 1)):
-        try:
-            found = kept(count)
-        except ValueError:  # the schedule does not take so many
-            continue
-        wanted = kept(every) if wanted is None else wanted
-        if found == wanted:
-            return count
-    return every
+    def keeps_as_many(count: int) -> bool:
+        with suppress(ValueError):  # the schedule does not take so many
+            return kept(micro_batches=count) == wanted
+        return False
+
+    # Looped schedules take whole rounds over the ranks.
+    rounds = range(2 * plan.pp, min(every, _ROUNDS * plan.pp + 1), plan.pp)
+    most = next(filter(keeps_as_many, rounds), every)
+    fewer = range(max(plan.pp + 2, most - plan.pp + 1), most)
+    place = bisect_left(fewer, True, key=keeps_as_many)
+    return fewer[place] if place < len(fewer) else most
 
 
 def first_samples(tree: Any, size: int, count: int) -> Any:
@@ -414,8 +415,8 @@ def first_samples(tree: Any, size: int, count: int) -> Any:
 def scaled(found: Operations, plan: Plan, run: int) -> Operations:
     """The operations of a step of the plan, from those of a step with `run` of its micro-batches.
 
-    Forward and backward run for each micro-batch. Gradients are reduced once. Under ZeRO 3 they are reduced over shards
-    for each micro-batch, and over replicas once.
+    Forward and backward run for each micro-batch. Gradients are reduced once, under ZeRO 2 for each micro-batch, and
+    under ZeRO 3 over shards for each micro-batch and over replicas once.
     """
     if run == plan.micro_batches:
         return found
@@ -436,6 +437,8 @@ def _is_of_each(transfer: Transfer, plan: Plan) -> bool:
     if transfer.section == UPDATE:
         return False
     if transfer.axis in ("dp_replicate", "dp_shard", "dp", "world"):
+        if plan.zero == 2:
+            return transfer.section == BACKWARD
         return plan.zero == 3 and transfer.collective != "all_reduce"
     return True
 

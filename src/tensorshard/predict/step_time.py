@@ -211,7 +211,7 @@ def _share(limits: tuple[float, float], place: float) -> float:
 
 def _window(section: str, kernels: dict[str, float], plan: Plan) -> float:
     """Seconds of the kernels that run while the transfers of a section are under way."""
-    if plan.zero == 3:
+    if plan.zero == 3 or (plan.zero == 2 and section == BACKWARD):
         return kernels[section]
     # Gradients are reduced in the last micro-batch's backward, and weights gathered in the next step's first forward.
     return kernels[BACKWARD if section == BACKWARD else FORWARD] / plan.micro_batches

@@ -250,6 +250,18 @@ def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def simulates_gpu() -> bool:
+    """Whether this process is a rank of a fake world that stands for one of GPUs: see :func:`fake_world`.
+
+    Why: what a rank computes at once depends on its device, and the fake tensors of such a rank are on the CPU.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    return dist.is_initialized() and dist.get_backend() == "fake" and _STANDS_FOR.get() != "gloo"
+
+
 @contextmanager
 def _kept_while_sent() -> Iterator[None]:
     # Taken from the class's dict: what getattr returns could not be set as a method again.

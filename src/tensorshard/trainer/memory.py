@@ -62,15 +62,6 @@ def _ru_maxrss_unit() -> int:
     return 1 if sys.platform == "darwin" else 1024
 
 
-def format_bytes(size: float) -> str:
-    """`size` bytes for people: ``format_bytes(3 * 2**30)`` is "3.00 GiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
 _QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 

@@ -9,12 +9,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from tensorshard.common.quantities import format_count
+from tensorshard.common.quantities import format_count, size_text
 from tensorshard.config.allowed_targets import modules_to_allow
 from tensorshard.config.files import ASKED
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer.loggers.console import print_lines
-from tensorshard.trainer.memory import COMPARED_MEMORY, format_bytes
+from tensorshard.trainer.memory import COMPARED_MEMORY
 from tensorshard.trainer.run_directory import RunDirectory
 
 logger = logging.getLogger("tensorshard")
@@ -80,10 +80,10 @@ def print_summary(
     if speeds:
         words = [f"{format_count(figures[name])} {name.removesuffix('_per_second')}/s" for name in speeds]
         table.add_row("speed", f"{', '.join(words)}, {figures['step_seconds']:.3f} s a step")
-    table.add_row("peak memory", _by_rank(peak_bytes, format_bytes))
+    table.add_row("peak memory", _by_rank(peak_bytes, size_text))
     if expected is not None and max(expected) >= COMPARED_MEMORY:
-        table.add_row("beyond start", _by_rank(above_start, format_bytes))
-        table.add_row("estimated", f"{_by_rank(expected, format_bytes)} of live tensors")
+        table.add_row("beyond start", _by_rank(above_start, size_text))
+        table.add_row("estimated", f"{_by_rank(expected, size_text)} of live tensors")
     places: dict[str, Path | None] = {
         "checkpoint": directory.newest_checkpoint(),
         "metrics": directory.metrics,

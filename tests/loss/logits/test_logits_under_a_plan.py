@@ -277,6 +277,7 @@ def _an_estimate_sees_that_they_are_not_held() -> None:
             targets=tokens,
             optimizer=ADAMW,
             loss_fn=next_token_loss,
+            device="cpu",  # whose tiles are small
         )
         peaks[mode] = estimate.ranks[0].peak_allocated
     logits = 8 * 128 * 20_000 * 4

@@ -112,8 +112,10 @@ def test_a_found_plan_fits_is_found_again_and_has_reasons(plenty):
     assert again.best.seconds == found.best.seconds
     said = found.describe()
     assert max(map(len, said.splitlines())) <= 80
-    for region in ("tp=1 takes", "recompute=full takes", "pp=2 takes"):
-        assert region in said
+    told = " ".join(said.split("not chosen:")[1].split())
+    assert all(f"{region}" in told for region in ("tp=1", "recompute=full", "pp=2"))
+    # Numbers are of estimates alone: this model has too few blocks for a line through a few of them.
+    assert "about" not in told and " not estimated, since predicted to take longer" in told
 
 
 DATA_PARALLEL = {"tp": 1, "pp": 1, "offload": None}

@@ -1,7 +1,7 @@
 """Draws a schedule as text and as a picture, by playing its list of actions through."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -55,11 +55,7 @@ class Timeline:
 
     def kept(self, rank: int) -> int:
         """The largest number of forwards for which `rank` keeps activations at once. Each is of one of its stages."""
-        count = most = 0
-        for timed in self.ranks[rank]:
-            count += {"F": 1, "B": -1, "W": -1}.get(timed.action.kind, 0)
-            most = max(most, count)
-        return most
+        return _most_kept(timed.action for timed in self.ranks[rank])
 
     def text(self) -> str:
         """A row for each rank and a column for each unit of time; ``F2b`` is the forward of micro-batch 2 in the rank's
@@ -150,6 +146,25 @@ class Timeline:
     def _legend(self) -> str:
         letters = "; a, b, ...: the rank's first stage, its second, ..." if self.stages_per_rank > 1 else ""
         return ", ".join(f"{kind}: {_WORDS[kind]}" for kind in self._kinds()) + ", .: waiting" + letters
+
+
+@lru_cache(maxsize=256)
+def kept_by_ranks(schedule: str, *, ranks: int, stages_per_rank: int, micro_batches: int) -> list[int]:
+    """What :meth:`Timeline.kept` says of each rank. It depends on the order of a rank's actions alone.
+
+    Raises:
+        ValueError: as for :func:`tensorshard.plan.schedules.check_schedule`.
+    """
+    found = actions(schedule, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+    return [_most_kept(of_rank) for of_rank in found]
+
+
+def _most_kept(order: Iterable[Action]) -> int:
+    count = most = 0
+    for action in order:
+        count += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        most = max(most, count)
+    return most
 
 
 def timeline(

@@ -15,6 +15,7 @@ from tensorshard.model.blocks import find_blocks
 from tensorshard.model.fake_copies import make_fake_copy
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
+from tensorshard.pipeline.trace.tracer import find_units
 from tensorshard.predict.operations import FORWARD, Kernel
 from tensorshard.predict.operator_costs import cost_of
 from tensorshard.predict.search.extrapolate import equal_blocks
@@ -42,6 +43,8 @@ class ModelFacts:
         largest_share: the part of all trained elements that is in the largest parameter.
         output: the model's output, on fake tensors.
         equal_blocks: names of blocks that are built alike; none if they are few.
+        parameters: elements of all parameters.
+        units: how often the forward calls what a pipeline cannot cut: the most stages that there can be.
     """
 
     samples: int
@@ -52,6 +55,8 @@ class ModelFacts:
     largest_share: float = 0.0
     output: Any = None
     equal_blocks: tuple[str, ...] = ()
+    parameters: int = 0
+    units: int = 0
 
 
 class _BlockKernels(TorchDispatchMode):
@@ -88,11 +93,14 @@ class _BlockKernels(TorchDispatchMode):
         self.outputs += sum(t.nbytes for t in tensor_leaves(output)[:1])  # the others may be caches or masks
 
 
-def model_facts(model: nn.Module | Callable[[], nn.Module], inputs: Any, samples: int) -> ModelFacts | None:
+def model_facts(
+    model: nn.Module | Callable[[], nn.Module], inputs: Any, samples: int, units: list[str] | None = None
+) -> ModelFacts | None:
     """The facts of one forward; None for a model that cannot be built or run on fake tensors.
 
     Args:
         inputs: a batch of `samples`.
+        units: patterns of the names of units, as in ``Plan(pp_units=...)``.
     """
     try:
         with (
@@ -107,7 +115,7 @@ def model_facts(model: nn.Module | Callable[[], nn.Module], inputs: Any, samples
                 copied = model.build() if isinstance(model, PretrainedModel) else model()
             batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
             equal = equal_blocks(copied)  # before hooks are registered
-            return replace(_one_forward(copied, batch, samples), equal_blocks=equal)
+            return replace(_one_forward(copied, batch, samples, units), equal_blocks=equal)
     except Exception as error:
         if not raised_by_model(error):
             raise
@@ -115,12 +123,17 @@ def model_facts(model: nn.Module | Callable[[], nn.Module], inputs: Any, samples
         return None
 
 
-def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
+def _one_forward(model: nn.Module, batch: Any, samples: int, named: list[str] | None) -> ModelFacts:
     counter = _BlockKernels()
+    called: list[nn.Module] = []
     blocks = find_blocks(model)
     sizes = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks.values()]
     hooks = [block.register_forward_pre_hook(counter.enter) for block in blocks.values()]
     hooks += [block.register_forward_hook(counter.leave) for block in blocks.values()]
+    hooks += [
+        unit.register_forward_pre_hook(lambda unit, _: called.append(unit))
+        for unit in find_units(model, named).values()
+    ]
     with counter, sample_loops(counter.loop):
         output = call_model(model, batch)
     for hook in hooks:
@@ -134,4 +147,6 @@ def _one_forward(model: nn.Module, batch: Any, samples: int) -> ModelFacts:
         largest_block=max(sizes, default=0),
         largest_share=max(trained, default=0) / (sum(trained) or 1),
         output=output,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        units=len(called),
     )

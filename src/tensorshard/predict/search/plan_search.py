@@ -113,7 +113,7 @@ class PlanSearch:
         grade = "from measured rates" if self.hardware.is_measured else "not validated"
         how = f"{self.considered} plans considered, {self.estimated} estimated; times are {grade}."
         if self.proven:
-            return f"{how} The others are predicted to be no better than the first."
+            return f"{how} Of the others it is only predicted that they take longer, or known that they do not fit."
         return f"{how} The search ended at its bound of estimates: a plan that was not estimated may be better."
 
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from tensorshard.passes.precision import DTYPES
 from tensorshard.pipeline.run.split_backward import may_split_backward
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.caching_allocator import SMALL_SEGMENT
-from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Transfer
+from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Kernel, Transfer
 from tensorshard.predict.rank_estimate import resident
 from tensorshard.predict.search.candidates import Candidate
 from tensorshard.predict.search.model_facts import ModelFacts
@@ -20,15 +21,18 @@ from tensorshard.predict.search.traces import BASE, Trace, TraceKey, scaled_kern
 from tensorshard.predict.step_time import transfer_time
 
 _UNEVEN = 0.7  # a stage's share of activations is at least this times that of equal stages
+_NEEDED = 0.95  # the share of a trace's working memory that a plan with ZeRO needs: it keeps no whole gradients
 _COMPUTED_AGAIN = 0.9  # the share of a block's forward that is recomputed: its last operations are not needed
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
 _FEW = 8  # ranks of a schedule that stand for many
 _SIMULATED = 256  # a schedule is not simulated if its ranks times its micro-batches are more than this
-# Passes over all gradients: to add those of a micro-batch; on CPU ranks, to sum what they receive; and under ZeRO 3, to
-# unpack weights twice and to pack gradients.
-_ADDED = 3
+# Passes over all gradients in fp32, as estimates have them: to add those of a further micro-batch, under ZeRO 0 and 1,
+# and under ZeRO 2 and 3; and under ZeRO 3, to unpack weights twice and to pack gradients. On CPU ranks also to sum what
+# they receive.
+_ADDED = {"fp32": (2.8, 0.6), "narrower": (1.6, 2.0)}
+_COPIED = {"fp32": 11, "narrower": 5}
 _SUMMED = 3
-_COPIED = 6
+_UNPACKED = 0.3  # the share of ZeRO 3's passes that is in forward
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Predictions:
         elif zero and plan.precision != "fp32":
             parameters *= copies + (1 - copies) / shard
         gradients = max(trace.gradients / split, base.gradients * largest) / (shard if zero >= 2 else 1)
+        if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
+            gradients /= 2  # those of a single micro-batch are reduced as they come
         optimizer = max(trace.optimizer / split, base.optimizer * largest) / (shard if zero >= 1 else 1)
         if plan.offloaded is not None:
             gradients, optimizer = 0.0, 0.0
@@ -103,7 +109,8 @@ class Predictions:
         if plan.pp == 1 and key == trace_key(plan):
             # The working memory of a step has a fixed part, and a part for each sample. So for fewer samples it shrinks
             # at most in proportion.
-            activations = max(activations, trace.working * min(1.0, candidate.micro_batch / trace.samples))
+            working = _NEEDED * trace.working * min(1.0, candidate.micro_batch / trace.samples)
+            activations = max(activations, working)
         held = parameters + optimizer + max(gradients, kept + activations, gathered)  # gradients are of that size, too
         if self.problem.on_cpus:
             return resident(int(held)) + self.problem.hardware.context
@@ -133,13 +140,6 @@ class Predictions:
         width = 1.0 if plan.precision == "fp32" else 0.5
         return self.facts.block_outputs * width / self.facts.samples / (plan.tp if key.tp == plan.tp else 1)
 
-    def kept_without_recomputation(self, candidate: Candidate) -> float:
-        """Bytes of activations that a plan would keep without recomputation, as far as is known."""
-        plan = candidate.plan
-        plain = replace(plan, recompute="none")
-        trace, key, split = self._nearest(plain)
-        return self._activations(plain, trace, key) * candidate.micro_batch / split / plan.pp
-
     # Seconds.
 
     def _seconds(self, candidate: Candidate) -> tuple[float, float, float]:
@@ -160,10 +160,11 @@ class Predictions:
         if plan.pp > 1:
             schedule, share = (plan.pp_schedule, plan.stages_per_rank, plan.pp, count), round(50 * forward / each) / 50
             bubble = work * _bubble(*schedule, share, may_split_backward(plan))
-        along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp)
+        passes = self._passes_over_gradients(plan) / plan.pp
+        along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp, passes)
         shard = split * plan.pp * (plan.dp_shard if plan.zero else 1)
         update = trace.seconds(UPDATE, problem, trace.samples, shard) + self._offload(plan, trace, split)
-        seconds = work + bubble + along_dp + update + self._passes_over_gradients(plan) / plan.pp
+        seconds = work + bubble + along_dp + update + passes
         return self.problem.on_cores(seconds, seconds - bubble), bubble, along_tp * count / plan.pp + along_dp
 
     def _recompute_seconds(self, plan: Plan, samples: int) -> float:
@@ -176,12 +177,19 @@ class Predictions:
         if key not in self._recomputation:
             share = samples / self.facts.samples / plan.tp
             self._recomputation[key] = sum(
-                scaled_kernel_time(kernel, self.problem, share) * count
+                scaled_kernel_time(self._in_precision(kernel, plan), self.problem, share) * count
                 for kernel, count in self.facts.kernels.items()
                 if full or not kernel.flops
             )
         seconds = self._recomputation[key]
         return _COMPUTED_AGAIN * seconds if full else seconds / 2
+
+    @staticmethod
+    def _in_precision(kernel: Kernel, plan: Plan) -> Kernel:
+        """A kernel of the facts, which are those of a forward in fp32, as it runs in the plan's precision."""
+        if plan.precision == "fp32" or kernel.dtype != "float32":
+            return kernel
+        return replace(kernel, dtype=str(DTYPES[plan.precision]).removeprefix("torch."), nbytes=kernel.nbytes // 2)
 
     def _along_tp(self, trace: Trace, key: TraceKey, candidate: Candidate) -> float:
         """Seconds of tp's collectives for one micro-batch. Ranks wait for each of them."""
@@ -204,11 +212,12 @@ class Predictions:
         each = self._transfer(Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp), plan)
         return each * _SUMS * self.facts.blocks
 
-    def _along_dp(self, plan: Plan, forward: float, backward: float) -> float:
+    def _along_dp(self, plan: Plan, forward: float, backward: float, passes: float) -> float:
         """Seconds of the data axes' collectives that kernels do not hide.
 
         Args:
             forward, backward: seconds of a micro-batch's kernels on a rank.
+            passes: seconds of a step's passes over all gradients.
         """
         if plan.dp_size == 1:
             return 0.0
@@ -226,23 +235,34 @@ class Predictions:
             gathered = seconds("all_gather", "dp_shard", weights, plan.dp_shard) * times
             reduced = seconds("reduce_scatter", "dp_shard", gradients, plan.dp_shard)
             reduced *= count if int(plan.zero) >= 2 else 1
-            reduced += gathered if plan.zero == 3 and plan.pp == 1 else 0.0
+            reduced += gathered * self._in_blocks if plan.zero == 3 and plan.pp == 1 else 0.0
             if plan.dp_replicate > 1:
-                reduced += seconds("all_reduce", "dp_replicate", gradients / plan.dp_shard, plan.dp_replicate)
+                replicas = seconds("all_reduce", "dp_replicate", gradients / plan.dp_shard, plan.dp_replicate)
+                reduced += replicas * (count if plan.zero == 2 else 1)
         if not self.problem.rates.asynchronous:
             return gathered + reduced
-        hiding = count if plan.zero == 3 else 1  # micro-batches whose kernels run beside the transfers
-        return max(0.0, gathered - forward * hiding) + max(0.0, reduced - backward * hiding)
+        # Of ZeRO 3 the kernels of all micro-batches run beside the transfers, and of ZeRO 2 those of every backward.
+        forward *= count if plan.zero == 3 else 1
+        backward *= count if int(plan.zero) >= 2 else 1
+        if plan.zero == 3:
+            forward, backward = forward + _UNPACKED * passes, backward + (1 - _UNPACKED) * passes
+        return max(0.0, gathered - forward) + max(0.0, reduced - backward)
+
+    @property
+    def _in_blocks(self) -> float:
+        """The part of all weights that is in blocks: ZeRO 3 keeps those around them from forward to backward."""
+        if self.facts is None or not self.facts.blocks:
+            return 1.0
+        return min(1.0, 4 * self.facts.largest_block * self.facts.blocks / self.traces[BASE].gradients)
 
     def _passes_over_gradients(self, plan: Plan) -> float:
         """Seconds of adding up gradients, and of packing and unpacking messages, without a pipeline."""
-        passes = 0
-        if plan.zero != 3 or plan.dp_shard == 1:
-            passes += _ADDED * (plan.micro_batches - 1)
+        kind = "fp32" if plan.precision == "fp32" else "narrower"
+        passes = _ADDED[kind][int(plan.zero) >= 2 and plan.dp_shard > 1] * (plan.micro_batches - 1)
         if plan.dp_size > 1:
             times = plan.micro_batches if int(plan.zero) >= 2 else 1
             passes += (_SUMMED if self.problem.on_cpus else 0) * times
-            passes += _COPIED * times if plan.zero == 3 else 0
+            passes += _COPIED[kind] * times if plan.zero == 3 and plan.dp_shard > 1 else 0
         rates = self.problem.rates
         low, high = rates.memory_efficiency
         return passes * self.traces[BASE].gradients / plan.tp / (rates.memory_bandwidth * (low * high) ** 0.5)
@@ -288,10 +308,10 @@ def _kept(schedule: str, stages: int, ranks: int, times: float) -> float:
     Args:
         times: how many micro-batches there are for each rank.
     """
-    from tensorshard.pipeline.run.draw_schedule import timeline
+    from tensorshard.pipeline.run.draw_schedule import kept_by_ranks
 
     if times < 1:  # as no schedule allows but gpipe, which keeps them all
         return times
     few = min(ranks, _FEW)
-    simulated = timeline(schedule, ranks=few, stages_per_rank=stages, micro_batches=few * min(4, int(times)))
-    return max(simulated.kept(rank) for rank in range(few)) / (few * stages)
+    kept = kept_by_ranks(schedule, ranks=few, stages_per_rank=stages, micro_batches=few * min(4, int(times)))
+    return max(kept) / (few * stages)

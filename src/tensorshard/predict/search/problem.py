@@ -53,6 +53,8 @@ class SearchProblem:
             cut. Estimates fill it.
         captures: the model's runs from which tables were found. Estimates fill it.
         shortened: the problems for the models with fewer blocks, by the number of blocks that they keep.
+        parameters: the elements of the whole model's parameters, which a model with fewer blocks counts as having; 0
+            for a model that counts as having none; None if they are not known.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -69,6 +71,7 @@ class SearchProblem:
     shared: Decisions = field(default_factory=lambda: Decisions(traced={}))
     captures: Captures = field(default_factory=dict)
     shortened: dict[int, "SearchProblem"] = field(default_factory=dict)
+    parameters: int | None = None
 
     @property
     def rates(self) -> Rates:
@@ -125,7 +128,8 @@ class SearchProblem:
             ValueError, NotImplementedError: the plan does not suit the model.
         """
         table = self._table_of(plan.tp, sequence_parallel=plan.sequence_parallel)
-        decisions = Decisions(table=table, recorded=self.shared.recorded, traced=self.shared.traced)
+        stands_for = self.parameters if self.parameters == 0 or isinstance(self.model, FewerBlocks) else None
+        decisions = replace(self.shared, table=table, parameters=stands_for)
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self.table_for(plan.tp, sequence_parallel=plan.sequence_parallel)
             if decisions.table is not None:

@@ -36,10 +36,13 @@ from tensorshard.predict.step_time import COMMUNICATION
 MOST_ESTIMATES = 48
 """The most plans that are estimated. A search that ends there says that others may be better."""
 
-# A plan is estimated, too, if it is predicted to be slower than the best by less than this share; or by the range of
-# the errors of plans with the same stages, where that is larger.
-_DOUBT = 0.02
-_MOST_DOUBT = 0.2
+# The shares by which predicted seconds may be too high: of a plan whose tp and recomputation were not run as one data
+# rank yet; of one whose were; and of an extrapolation. A plan is looked at, too, if it may be faster than the best so.
+_DOUBT_BEFORE = 0.15
+_DOUBT = 0.05
+_DOUBT_OF_PIPELINES = 0.03  # their stages are predicted to be equal, which is rather too low
+_DOUBT_OF_LINE = 0.005
+_LEAST_FLOOR = 0.99  # whether logits are computed in tiles may differ, and this much of a step with it
 
 _AS_MUCH = 0.95  # a plan that saves less memory than another takes at least this part of its memory: buffers differ
 _DEEP = 24  # with at least so many equal blocks, two estimates with a few of them take less time than one with all
@@ -146,12 +149,10 @@ class Search:
     exhausted: bool = True
     estimates: int = 0
     _predictions: Predictions = field(init=False)
-    _scarce: set[TraceKey] = field(default_factory=set)  # of plans that did not fit
     _floors: dict[int, float] = field(default_factory=dict)  # least seconds, by the order of candidates
     _memory_floors: dict[int, int] = field(default_factory=dict)  # least bytes, in the same way
-    # Ratios of estimated to predicted seconds, by the fields of the stages.
-    _ratios: dict[tuple[Any, ...], list[tuple[Plan, float]]] = field(default_factory=dict)
-    _extrapolated_ratios: list[float] = field(default_factory=list)
+    # Ratios of estimated to predicted seconds, by the fields of the stages; of extrapolations, by None.
+    _ratios: dict[tuple[Any, ...] | None, list[float]] = field(default_factory=dict)
 
     def run(
         self,
@@ -186,7 +187,7 @@ class Search:
             if is_out or self._is_worse(one, key, top):
                 queue.popleft()
                 continue
-            wanted = self._wanted_trace(one)
+            wanted = trace_key(one.plan)
             if wanted in failed:
                 one.refused = failed[wanted]
                 continue
@@ -212,10 +213,23 @@ class Search:
             # As many samples as a data rank has if all ranks are data ranks. Most plans compute about as many at once.
             samples = min(problem.global_batch, max(2, problem.global_batch // problem.world_size))
             progress.say("running the model once")
-            self.facts = model_facts(problem.model, problem.batch(samples)[0], samples)
+            self.facts = model_facts(problem.model, problem.batch(samples)[0], samples, problem.fixed.get("pp_units"))
+            if self.facts is not None:
+                problem = self.problem = replace(problem, parameters=self.facts.parameters)
             self.traces[BASE] = run_trace(problem, BASE, samples, self._equal_blocks)
+        listed = self._with_enough_units(listed)
         self._predictions = Predictions(problem, self.traces, self.facts)
         self.considered = [CandidateState(candidate, self._predictions.of(candidate)) for candidate in listed]
+
+    def _with_enough_units(self, listed: list[Candidate]) -> list[Candidate]:
+        """The plans of no more stages than the model can have; notes degrees of pp of which there are none."""
+        if self.facts is None:
+            return listed
+        units = self.facts.units
+        left = [one for one in listed if one.plan.pp == 1 or one.plan.pp * one.plan.stages_per_rank <= units]
+        for pp in sorted({one.plan.pp for one in listed} - {one.plan.pp for one in left}):
+            self.refused.append(Refusal(f"pp={pp}", f"makes more stages than the {units} units of the model"))
+        return left
 
     # What is next.
 
@@ -235,28 +249,22 @@ class Search:
         if self._rank(one, key) < key(last.memory, last.seconds):
             return False
         # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
-        return key is not BY_TIME or one.likely_seconds * (1 - self._doubt(one)) >= best.seconds
+        return key is not BY_TIME or self._least_seconds(one) >= best.seconds
 
-    def _doubt(self, one: CandidateState) -> float:
-        """The part of a plan's predicted time by which it may be too high."""
-        ratios = [ratio for _, ratio in self._ratios.get(_stages(one.plan), ())]
-        if not ratios:
-            return _DOUBT
-        return max(_DOUBT / 4, 0.0 if one.extrapolated else min(max(ratios) - min(ratios), _MOST_DOUBT))
+    def _least_seconds(self, one: CandidateState) -> float:
+        """Seconds that a plan takes at least, as far as predictions can be trusted."""
+        floor = self._floors.get(one.candidate.order, 0.0) * _LEAST_FLOOR
+        if one.extrapolated:
+            return max(floor, one.predicted.seconds * (1 - _DOUBT_OF_LINE))
+        after = _DOUBT if one.plan.pp == 1 else _DOUBT_OF_PIPELINES
+        doubt = after if trace_key(one.plan) in self.traces else _DOUBT_BEFORE
+        return max(floor, one.predicted.seconds * (1 - doubt))
 
     # What becomes known.
 
     @property
     def _equal_blocks(self) -> tuple[str, ...]:
         return () if self.facts is None else self.facts.equal_blocks
-
-    def _wanted_trace(self, one: CandidateState) -> TraceKey:
-        """The trace that should be run before a plan is estimated: unless memory is scarce, one without recomputation
-        is enough."""
-        key = trace_key(one.plan)
-        kept = self._predictions.kept_without_recomputation(one.candidate)
-        is_scarce = key in self._scarce or one.memory + kept > self.problem.memory
-        return key if is_scarce else key._replace(recompute="none")
 
     def _trace(
         self,
@@ -291,7 +299,6 @@ class Search:
         except Exception as error:
             check_needs_all_blocks(error)
             return
-        self._note_ratio(one, prediction.seconds)
         one.first = replace(prediction, memory=max(prediction.memory, one.first.memory))
         one.extrapolated = True
         self._raise_floors(one, prediction.seconds)
@@ -310,15 +317,12 @@ class Search:
                 other.refused = one.refused
             return
         if one.memory > self.problem.memory:
-            self._scarce.add(trace_key(one.plan))
             self._raise_memory_floors(one)
         if not one.estimate.complete:
             return
         one.seconds = self.problem.seconds(one.estimate)
-        if one.extrapolated:
-            self._extrapolated_ratios.append(one.seconds / one.first.seconds)
-        else:
-            self._note_ratio(one, one.seconds)
+        kind = None if one.extrapolated else _stages(one.plan)
+        self._ratios.setdefault(kind, []).append(one.seconds / one.first.seconds)
         self._raise_floors(one, one.seconds)
         if one.memory <= self.problem.memory and one.seconds <= longest:
             self.found.append(one)
@@ -326,17 +330,16 @@ class Search:
 
     # What that says of other plans.
 
-    def _note_ratio(self, one: CandidateState, seconds: float) -> None:
-        self._ratios.setdefault(_stages(one.plan), []).append((one.plan, seconds / one.first.seconds))
-
     def _correct(self, among: Iterable[CandidateState]) -> None:
-        """Corrects predictions by the error of the nearest plan with the same stages, and raises them to the floors."""
+        """Corrects predictions by the least error of plans with the same stages, and raises them to the floors.
+
+        Of a pipeline, whose stages are predicted to be equal, predictions are too low. They are raised by half as much
+        as all that were estimated, since others may be nearer.
+        """
         for one in among:
-            if one.extrapolated:
-                ratio = min(self._extrapolated_ratios, default=1.0)
-            else:
-                known = self._ratios.get(_stages(one.plan), ())
-                ratio = min(known, key=lambda other: _distance(one.plan, other[0]))[1] if known else 1.0
+            ratio = min(self._ratios.get(None if one.extrapolated else _stages(one.plan), [1.0]))
+            if ratio > 1 and not one.extrapolated:
+                ratio = (1 + ratio) / 2
             seconds = max(one.first.seconds * ratio, self._floors.get(one.candidate.order, 0.0))
             memory = max(one.first.memory, self._memory_floors.get(one.candidate.order, 0))
             one.predicted = replace(one.first, seconds=seconds, memory=memory)
@@ -395,14 +398,6 @@ def _communication(estimate: Estimate) -> float:
 
 def _stages(plan: Plan) -> tuple[Any, ...]:
     return tuple(getattr(plan, name) for name in _STAGES)
-
-
-def _distance(one: Plan, other: Plan) -> tuple[float, float]:
-    """How different two plans with the same stages are: the number of differing fields, then micro-batches in powers of
-    two."""
-    fields = ("zero", "dp_shard", "dp_replicate", "recompute", "offload")
-    differing = sum(getattr(one, name) != getattr(other, name) for name in fields)
-    return differing, abs(math.log2(one.micro_batches / other.micro_batches))
 
 
 def _does_more(plan: Plan, than: Plan) -> bool:

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -145,7 +145,10 @@ def search_table(
 
 
 def _run(problem: SearchProblem, key: TraceKey, samples: int) -> Trace:
-    return _trace_of(problem.estimate(_alone(problem, key), key.tp, samples, borrow=True).ranks[0], samples)
+    # Plans hold less of the model than one data rank, so that they compute more logits in tiles. So does a trace whose
+    # model counts as having no parameters. It takes the least memory, which a bound needs.
+    tiled = replace(problem, parameters=0)
+    return _trace_of(tiled.estimate(_alone(problem, key), key.tp, samples, borrow=True).ranks[0], samples)
 
 
 def _alone(problem: SearchProblem, key: TraceKey) -> Plan:

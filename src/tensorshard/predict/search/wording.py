@@ -39,14 +39,25 @@ def found_reasons(one: CandidateState, best: CandidateState) -> list[str]:
 
 
 def rejections(search: Search, best: CandidateState, *, by_memory: bool) -> list[Refusal]:
-    """For each other value of a field than the best plan's: why no plan with it was chosen."""
-    said = []
+    """For each other value of a field than the best plan's: why no plan with it was chosen. The last line has those of
+    which nothing is known but a prediction, without its numbers."""
+    said, predicted = [], []
     for name in _TOLD:
         values = {getattr(one.plan, name) for one in search.considered} - {getattr(best.plan, name)}
-        for value in sorted(values, key=str):
+        for value in sorted(values, key=_by_number):
             group = [one for one in search.considered if getattr(one.plan, name) == value]
-            said.append(Refusal(_region(name, value), _why_not(search, group, best, by_memory=by_memory)))
+            why = _why_not(search, group, best, by_memory=by_memory)
+            if why is None:
+                predicted.append(_region(name, value))
+            else:
+                said.append(Refusal(_region(name, value), why))
+    if predicted:
+        said.append(Refusal(", ".join(predicted), "not estimated, since predicted to take longer"))
     return said
+
+
+def _by_number(value: object) -> tuple[float, str]:
+    return (value, "") if isinstance(value, int) else (0, str(value))
 
 
 def why_nothing_fits(search: Search) -> list[Refusal]:
@@ -60,7 +71,8 @@ def why_nothing_fits(search: Search) -> list[Refusal]:
     return said
 
 
-def _why_not(search: Search, group: list[CandidateState], best: CandidateState, *, by_memory: bool) -> str:
+def _why_not(search: Search, group: list[CandidateState], best: CandidateState, *, by_memory: bool) -> str | None:
+    """Why none of a group is the best; None if its time was predicted, and not estimated."""
     taken = [one for one in group if not one.refused]
     if not taken:
         return f"is refused: {group[0].refused}"
@@ -73,9 +85,9 @@ def _why_not(search: Search, group: list[CandidateState], best: CandidateState, 
         more = nearest.memory - best.memory
         return f"takes {least}{size_text(more)} more" if more > 0 else "takes as much"
     nearest = min(fit, key=lambda one: (one.likely_seconds, one.estimate is None, one.memory))
-    if nearest.estimate is None and nearest.likely_seconds < best.seconds:
+    if not nearest.is_estimated and nearest.likely_seconds < best.seconds:
         return "was not estimated: what is known of it does not exclude that it is faster"
-    return _compared(nearest, best)
+    return _compared(nearest, best) if nearest.is_estimated or nearest.extrapolated else None
 
 
 def _compared(one: CandidateState, best: CandidateState) -> str:

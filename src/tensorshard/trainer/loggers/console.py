@@ -10,10 +10,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tensorshard.common.quantities import format_count
+from tensorshard.common.quantities import format_count, size_text
 from tensorshard.common.terminal import fit
 from tensorshard.trainer.loggers.logger import Logger
-from tensorshard.trainer.memory import format_bytes
 
 AS_IT_IS = {"as_it_is": True}
 """The ``extra`` of a log record whose lines must not be broken, such as a command to copy."""
@@ -83,7 +82,7 @@ class _TrainingLine(ProgressColumn):
         if len(_GAP.join(parts)) > width:
             parts = [step, *(part.replace(" tokens/s", " tok/s") for part in parts[1:])]
         if "peak_memory_bytes" in metrics:
-            with_memory = [*parts[:-1], format_bytes(metrics["peak_memory_bytes"]), parts[-1]]
+            with_memory = [*parts[:-1], size_text(metrics["peak_memory_bytes"]), parts[-1]]
             parts = with_memory if len(_GAP.join(with_memory)) <= width else parts
         room = width - len(_GAP.join(parts)) - len(_GAP)
         if room < _LEAST_BAR:
@@ -156,7 +155,7 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
     elif "samples_per_second" in metrics:
         parts.append(f"{format_count(metrics['samples_per_second'])} samples/s")
     if "peak_memory_bytes" in metrics:
-        parts.append(format_bytes(metrics["peak_memory_bytes"]))
+        parts.append(size_text(metrics["peak_memory_bytes"]))
     return parts
 
 
