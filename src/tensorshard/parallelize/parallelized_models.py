@@ -36,7 +36,7 @@ def mark_parallelized(models: Iterable[nn.Module], by: str) -> None:
 def refuse_other_uses(model: nn.Module) -> None:
     """From now on, torch's wrappers for data parallelism, and pickle, refuse the laid-out `model`."""
     refuse_wrappers(
-        model.modules(),
+        [model, *(module for module in model.modules() if _has_tensors(module))],  # others may be another model's
         "DistributedDataParallel, fully_shard or replicate was called on a model that tensorshard.parallelize has laid "
         "out: the plan already shards it and averages its gradients over the data ranks. Use engine.model as it is, "
         "and say in the Plan what should be sharded (zero=, dp_shard=, dp_replicate=)",

@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tensorshard.comm.world import world
 from tensorshard.model.call_stack import users_line
 from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.modules import MODULE_CALLS
 
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "broadcast", "reduce", "gather", "scatter"),
     *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier"),
 )
 _PACKAGE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (sys.modules["tensorshard"], torch))
-_CALL = nn.Module.__call__.__code__, nn.Module._call_impl.__code__
 
 
 class OwnCollectives:
@@ -81,7 +80,7 @@ def _is_a_models() -> bool:
             caller = file
             if caller.startswith(_PACKAGE):
                 return False
-        if caller is not None and frame.f_code in _CALL:
+        if caller is not None and frame.f_code in MODULE_CALLS:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
