@@ -64,7 +64,8 @@ class CallWatch:
         """Why this rank's collectives were ended, or will not end."""
         self._groups, self._device, self._internal = groups, device, internal
         self._rank, self._size = groups[0].rank(), groups[0].size()
-        self._done = 0
+        self._done = 0  # calls that were made, on all ranks the same ones
+        self._begun = 0  # those that failed as well: ranks that all fail may try again
         self._call: str | None = None
         self._failed: str | None = None
         self._thread = 0  # that makes the call
@@ -92,6 +93,7 @@ class CallWatch:
             yield
             return
         failed, self._failed = self._failed, None
+        self._begun += 1
         self._thread, self._call = threading.get_ident(), call
         if failed is not None:
             self._write()  # it goes on
@@ -118,7 +120,7 @@ class CallWatch:
 
     def look(self) -> None:
         """What the thread does, every second."""
-        now = (self._done, self._call, self._failed)
+        now = (self._done, self._begun, self._call, self._failed)
         self._looks = self._looks + 1 if now == self._seen else 0
         if now != self._seen:
             self._seen, self._said = now, False
@@ -133,7 +135,7 @@ class CallWatch:
             return
         call, states = self._call, self._read()
         cause = self._cause(states, call)
-        if cause is not None and now == (self._done, self._call, self._failed):
+        if cause is not None and now == (self._done, self._begun, self._call, self._failed):
             self.verdict = cause
             if not self._end_collectives():
                 logger.error("rank %d waits in %s, and will do so until the timeout: %s", self._rank, call, cause)
@@ -156,10 +158,12 @@ class CallWatch:
     def _cause(self, states: Mapping[int, Any], call: str) -> str | None:
         """Why a collective of `call` cannot end, by the others' `states`; None if that is not known."""
         for rank, state in states.items():
-            if state["failed"] is not None and state["done"] == self._done:
+            now = state["done"] == self._done and state["begun"] >= self._begun
+            if state["failed"] is not None and now:
                 return f"rank {rank} failed in {state['failed']}"
         for rank, state in states.items():
-            if state["call"] not in (None, call) and state["done"] == self._done:
+            now = (state["done"], state["begun"]) == (self._done, self._begun)
+            if state["call"] not in (None, call) and now:
                 return (
                     f"rank {rank} called {state['call']} while rank {self._rank} called {call}; every rank makes the "
                     f"same calls in the same order, also those that only one rank needs (no `if rank == 0` around them)"
@@ -170,7 +174,7 @@ class CallWatch:
         return None
 
     def _write(self) -> None:
-        state = {"done": self._done, "call": self._call, "failed": self._failed, "ended": False}
+        state = {"done": self._done, "begun": self._begun, "call": self._call, "failed": self._failed, "ended": False}
         with suppress(RuntimeError):  # the store is gone
             self._store.set(str(self._rank), json.dumps(state))
 
