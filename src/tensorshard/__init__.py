@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tensorshard.predict.search.find_plans import find_plans
     from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
     from tensorshard.trainer.launch.notebook import notebook_launch
+    from tensorshard.verify.layouts import verify_layout
+    from tensorshard.verify.verification import Verification
     from tensorshard.weights.files import from_pretrained
 
 __version__ = "0.1.0"
@@ -35,6 +37,7 @@ __all__ = [
     "Offload",
     "Plan",
     "PlanSearch",
+    "Verification",
     "collect_state_dict",
     "distributed",
     "estimate",
@@ -56,6 +59,7 @@ __all__ = [
     "sharded_state_dict",
     "slice",
     "utils",
+    "verify_layout",
 ]
 
 # Where each name comes from on its first use, so that `import tensorshard` costs little more than nothing.
@@ -65,6 +69,7 @@ _MODULES = {
     "FoundPlan": "tensorshard.predict.search",
     "Mesh": "tensorshard.plan.mesh",
     "PlanSearch": "tensorshard.predict.search",
+    "Verification": "tensorshard.verify.verification",
     "collect_state_dict": "tensorshard.compat.state",
     "estimate": "tensorshard.predict",
     "find_plans": "tensorshard.predict.search",
@@ -84,6 +89,7 @@ _MODULES = {
     "save_group_sharded_model": "tensorshard.compat.group_sharded",
     "sharded_state_dict": "tensorshard.compat.state",
     "slice": "tensorshard.compat.state",
+    "verify_layout": "tensorshard.verify.layouts",
 }
 _SUBMODULES = ("distributed", "nn", "utils")
 
