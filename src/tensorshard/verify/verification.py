@@ -17,11 +17,10 @@ from tensorshard.verify.culprit import Culprit
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a plan that was tried by itself."""
+    """A part of a plan, or the plan without one."""
 
     name: str
     is_exact: bool
-    largest: float
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Verification:
         ranks, steps: how many.
         seconds: how long it took.
         facts: what was compared, for :attr:`hash`: the plan, the model's shapes, versions.
-        parts: of the plan, each tried by itself; empty where the whole plan is exact.
+        parts: of the plan; where it is not exact, the plan without each of them.
         notes: sentences, such as what was made smaller.
     """
 
