@@ -1,6 +1,6 @@
 """What differs between a run in one process and the same run on ranks, and by how much more than rounding."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,12 +62,10 @@ class Comparison:
         counts: how many tensors or numbers of each kind.
         largest: of each kind, the largest part of its allowed distance that was used.
         differences: those that used more, in the order in which a run makes them.
-        relative: of each kind, the largest error by its scale.
     """
 
     counts: dict[str, int]
     largest: dict[str, float]
-    relative: dict[str, float]
     differences: list[Difference]
 
 
@@ -82,7 +80,7 @@ def compare(
         relative: in place of the relative tolerance of the reference's dtypes.
         noise: that multiple.
     """
-    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0), [])
+    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
     nowhere = [name for name in reference.initial if not any(name in record.initial for record in ranks)]
     if nowhere:
         there = sorted({name for record in ranks for name in record.initial} - reference.initial.keys())
@@ -95,7 +93,6 @@ def compare(
         for one in _differences(reference, disturbed, record, rank, relative, noise):
             found.counts[one.kind] += 1
             found.largest[one.kind] = max(found.largest[one.kind], one.excess if one.error else 0.0)
-            found.relative[one.kind] = max(found.relative[one.kind], one.error / one.scale if one.scale else 0.0)
             if one.error > one.allowed or one.error != one.error:
                 found.differences.append(one)
     order = list(KINDS)
@@ -173,11 +170,3 @@ def _differences(
         yield from between("state", expected.states, found.states, twin.states, {})
     step = len(reference.steps)
     yield from between("other", reference.others, record.others, disturbed.others if disturbed else None, {})
-
-
-def first_of(
-    differences: Sequence[Difference], kinds: Mapping[str, object] | Callable[[str], bool]
-) -> Difference | None:
-    """The first one of some kinds."""
-    wanted = kinds if callable(kinds) else kinds.__contains__
-    return next((one for one in differences if wanted(one.kind)), None)

@@ -36,8 +36,8 @@ _TIMEOUT = 300.0  # seconds that one layout may take
 _IN_16_BITS = 5e-2  # how far 16 bits may be apart, of what a step has changed
 # Fields that mean something only with another one, with which they are tried.
 _WITH = {
-    "sequence_parallel": "tp", "tp_plan": "tp", "tp_check": "tp", "pp_schedule": "pp", "pp_split": "pp", "pp_units": "pp",
-    "pp_stages_per_rank": "pp", "shard_units": "zero",
+    "sequence_parallel": "tp", "tp_plan": "tp", "tp_check": "tp",
+    "pp_schedule": "pp", "pp_split": "pp", "pp_units": "pp", "pp_stages_per_rank": "pp", "shard_units": "zero",
 }  # fmt: skip
 
 
@@ -55,10 +55,10 @@ def verify(
 ) -> Verification:
     """Does `plan` compute what one device would? Tries it on CPU processes, on a small version of `model`.
 
-    The model has fewer of its equal blocks, and is narrower if it is one of transformers; the batch is smaller. What was
-    changed is said in ``notes``. Compared with plain PyTorch in one process are the loss, every gradient before clipping,
-    the gradient's norm, every weight, buffer and optimizer state after each step, and in the end what the model computes
-    and generates. Where fp32 leaves a doubt, it is decided in fp64.
+    The model has fewer of its equal blocks, and is narrower if it is one of transformers; the batch is smaller. What
+    was changed is said in ``notes``. Compared with plain PyTorch in one process are the loss, every gradient before
+    clipping, the gradient's norm, every weight, buffer and optimizer state after each step, and in the end the loss and
+    the output in evaluation mode. Where fp32 leaves a doubt, it is decided in fp64.
 
     Args:
         model: as for :func:`tensorshard.parallelize`. It is not changed.
@@ -116,7 +116,7 @@ def verify(
         "shapes": {name: list(value.shape) for name, value in trial.plain.initial.items()},
         **versions(),
     }
-    title = f"{_short(case.plan)} on {size} CPU processes"
+    title = _short(case.plan)
     return Verification(
         title, trial.comparison, culprit, size, steps, time.monotonic() - begin, facts, parts, tuple(notes)
     )
@@ -275,7 +275,7 @@ def _by_engine(case: _Case, plan: Plan, data_ranks: int | None) -> Any:
     model = case.model
     if case.dtype is not None and not isinstance(model, nn.Module):
         model = partial(_built_as, model, case.dtype)
-    elif case.dtype is not None:
+    elif isinstance(model, nn.Module) and case.dtype is not None:
         model = model.to(case.dtype)
     sample, _ = case.batches(0)
     try:
