@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from tensorshard.verify.compare import Comparison, Difference, allowed, distance
 from tensorshard.verify.record import Call, Record, Step
@@ -195,8 +196,14 @@ class _Case:
 
     def _of_samples(self) -> Culprit | None:
         """Whether the ranks were given the samples of the reference, each as often."""
-        expected = _inputs(self.expected)
-        given = [_inputs(step) for step in self.steps]
+        called = [{call.module for call in step.calls} for step in self.steps]
+        first = next((call.module for call in self.expected.calls if any(call.module in one for one in called)), None)
+        if all("" in one for one in called):
+            first = ""
+        if first is None:
+            return None
+        expected = _inputs(self.expected, first)
+        given = [_inputs(step, first) for step, names in zip(self.steps, called, strict=True) if first in names]
         if expected is None or any(one is None for one in given):
             return None
         counts = []
@@ -245,7 +252,7 @@ class _Case:
             found = _logits(step)
             if found is None:
                 continue
-            matched = _matched_rows(found[0], rows)
+            matched = _matched_rows(*found, rows, gradients)
             if matched is None:
                 continue
             index, columns = matched
@@ -464,11 +471,11 @@ def _by_module(calls: Iterable[Call]) -> dict[str, list[Call]]:
     return found
 
 
-def _inputs(step: Step) -> torch.Tensor | None:
-    """The samples that the model was called with, a row each, of all calls of a step."""
+def _inputs(step: Step, module: str) -> torch.Tensor | None:
+    """The samples that a module was called with, a row each, of all calls of a step."""
     rows = []
     for call in step.calls:
-        if call.module or not call.inputs:
+        if call.module != module or not call.inputs:
             continue
         main = max(call.inputs, key=lambda one: one.numel())
         if main.ndim:
@@ -495,7 +502,12 @@ def _occurrences(rows: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tens
 def _logits(step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The rows of the last output that the loss depends on, and of its gradient."""
     calls = [
-        call for call in step.calls if call.output is not None and call.gradient is not None and call.output.ndim > 1
+        call
+        for call in step.calls
+        if call.output is not None
+        and call.gradient is not None
+        and call.output.ndim > 1
+        and call.gradient.shape == call.output.shape
     ]
     if not calls:
         return None
@@ -508,20 +520,21 @@ def _logits(step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
     return torch.cat(outputs), torch.cat(gradients)
 
 
-def _matched_rows(found: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, slice] | None:
-    """Which of `rows` each of `found` is, and which columns it has of it."""
+def _matched_rows(
+    found: torch.Tensor, its_gradients: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor
+) -> tuple[torch.Tensor, slice] | None:
+    """Which of `rows` each of `found` is, and which columns it has of it. Of equal rows, the one with its gradient."""
     width = found.shape[1]
     if width > rows.shape[1]:
         return None
     begins = [0] if width == rows.shape[1] else range(0, rows.shape[1] - width + 1, max(width, 1))
     for begin in begins:
         columns = slice(None) if width == rows.shape[1] else slice(begin, begin + width)
-        part = rows[:, columns]
-        apart = torch.cdist(found, part)
-        nearest_row = apart.argmin(1)
-        near = apart.gather(1, nearest_row[:, None]).flatten()
-        if bool((near <= _CLOSE * part.norm(dim=1).max().clamp_min(1e-30)).all()):
-            return nearest_row, columns
+        part, their_gradients = rows[:, columns], gradients[:, columns]
+        near = torch.cdist(found, part) <= _CLOSE * part.norm(dim=1).max().clamp_min(1e-30)
+        if bool(near.any(1).all()):
+            alike = nn.functional.normalize(its_gradients, dim=1) @ nn.functional.normalize(their_gradients, dim=1).T
+            return alike.masked_fill(~near, -2.0).argmax(1), columns
     return None
 
 
