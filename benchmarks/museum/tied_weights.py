@@ -46,23 +46,34 @@ class _Unit:
         return _Unshard.apply(self.weight, self.buffer)
 
 
-class _Tied(nn.Module):
-    """A language model whose embedding is its head, too; whole, or with its rows on the ranks."""
+class _Rows(nn.Embedding):
+    """An embedding, whole or with its rows on the ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, 16)
-        self.hidden = nn.Linear(16, 16)
+        super().__init__(_VOCABULARY, 16)
         self.units: list[_Unit] = []
 
     def shard(self, *, units: int) -> None:
-        self.embedding.weight.data = self.embedding.weight.data.chunk(dist.get_world_size())[dist.get_rank()].clone()
-        self.units = [_Unit(self.embedding.weight) for _ in range(units)]
+        self.weight.data = self.weight.data.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        self.units = [_Unit(self.weight) for _ in range(units)]
+
+    def whole(self, unit: int) -> Tensor:
+        return self.units[unit].whole() if self.units else self.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        first = self.units[0].whole() if self.units else self.embedding.weight
-        last = self.units[-1].whole() if self.units else self.embedding.weight
-        return F.linear(torch.tanh(self.hidden(F.embedding(tokens.flatten(), first))), last)
+        return F.embedding(tokens, self.whole(0))
+
+
+class _Tied(nn.Module):
+    """A language model whose embedding is its head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = _Rows()
+        self.hidden = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.hidden(self.embedding(tokens.flatten()))), self.embedding.whole(-1))
 
 
 def _tied_alone() -> Trained:
@@ -79,7 +90,7 @@ def _tied_alone() -> Trained:
 
 def _tied_in_two_units(*, fault: bool) -> Trained:
     model = seeded(_Tied)
-    model.shard(units=2 if fault else 1)
+    model.embedding.shard(units=2 if fault else 1)
 
     def backward(number: int) -> Tensor:
         tokens, targets = map(share, padded_tokens(number, [8] * 8))
