@@ -273,15 +273,14 @@ class _Case:
             if not bool(both.any()):
                 continue
             cosine = (wanted * got).sum(1)[both] / (size * other)[both]
-            if columns == slice(None) and bool((cosine < 1 - 1e-3).any()):
+            if bool((cosine < 1 - 1e-3).any()):
                 share = float((cosine < 1 - 1e-3).float().mean())
                 said = (
                     f"the gradient of {share:.0%} of the outputs of rank {rank} points elsewhere: the loss has other "
                     f"labels or another formula there"
                 )
                 return Culprit(LABELS, _last(self.expected), rank, share, said)
-            if columns == slice(None):
-                ratios.append((other / size.clamp_min(1e-30))[both])
+            ratios.append((other / size.clamp_min(1e-30))[both])
         if not ratios:
             return None
         every = torch.cat(ratios)
@@ -506,7 +505,7 @@ def _logits(step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
         if call.output is not None
         and call.gradient is not None
         and call.output.ndim > 1
-        and call.gradient.shape == call.output.shape
+        and call.gradient.shape[:-1] == call.output.shape[:-1]
     ]
     if not calls:
         return None
@@ -522,19 +521,36 @@ def _logits(step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
 def _matched_rows(
     found: torch.Tensor, its_gradients: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor
 ) -> tuple[torch.Tensor, slice] | None:
-    """Which of `rows` each of `found` is, and which columns it has of it. Of equal rows, the one with its gradient."""
-    width = found.shape[1]
-    if width > rows.shape[1]:
+    """Which of `rows` each of `found` is, and which columns of it the gradients have.
+
+    Outputs and gradients may be a part of the columns, as those of a vocabulary that ranks share. Of equal rows, the one
+    with the same gradient is taken.
+    """
+    near = None
+    for columns in _columns(found.shape[1], rows.shape[1]):
+        part = rows[:, columns]
+        apart = torch.cdist(found, part) <= _CLOSE * part.norm(dim=1).max().clamp_min(1e-30)
+        if bool(apart.any(1).all()):
+            near, own = apart, columns
+            break
+    if near is None:
         return None
-    begins = [0] if width == rows.shape[1] else range(0, rows.shape[1] - width + 1, max(width, 1))
-    for begin in begins:
-        columns = slice(None) if width == rows.shape[1] else slice(begin, begin + width)
-        part, their_gradients = rows[:, columns], gradients[:, columns]
-        near = torch.cdist(found, part) <= _CLOSE * part.norm(dim=1).max().clamp_min(1e-30)
-        if bool(near.any(1).all()):
-            alike = nn.functional.normalize(its_gradients, dim=1) @ nn.functional.normalize(their_gradients, dim=1).T
-            return alike.masked_fill(~near, -2.0).argmax(1), columns
-    return None
+    widths = [own] if its_gradients.shape[1] == found.shape[1] else _columns(its_gradients.shape[1], rows.shape[1])
+    directions = nn.functional.normalize(its_gradients, dim=1)
+    best: tuple[float, torch.Tensor, slice] | None = None
+    for columns in widths:
+        alike = directions @ nn.functional.normalize(gradients[:, columns], dim=1).T
+        nearest_rows = alike.masked_fill(~near, -2.0).max(1)
+        score = float(nearest_rows.values.mean())
+        if best is None or score > best[0]:
+            best = (score, nearest_rows.indices, columns)
+    return None if best is None else best[1:]
+
+
+def _columns(width: int, full: int) -> list[slice]:
+    if not 0 < width <= full:
+        return []
+    return [slice(begin, begin + width) for begin in range(0, full - width + 1, width)]
 
 
 def _last(step: Step) -> str | None:
@@ -557,16 +573,18 @@ def _factor(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
 
 
 def _other_zeros(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether other elements are exactly zero, and many of them, with the rest alike: what dropout does."""
-    if found.shape != expected.shape or found.numel() < 8:
+    """Whether other elements are exactly zero, and many of them: what dropout does."""
+    if found.numel() < 8 or not expected.numel():
         return False
     zero, other = found == 0, expected == 0
-    if not (0.02 < float(zero.float().mean()) < 0.98) or not (0.02 < float(other.float().mean()) < 0.98):
+    if not 0.02 < float(zero.float().mean()) < 0.98:
+        return False
+    if float(other.float().mean()) < 1e-3:
+        return True
+    if found.shape != expected.shape or bool((zero == other).all()):
         return False
     both = ~zero & ~other
-    if bool((zero == other).all()) or not bool(both.any()):
-        return False
-    return float((found - expected).abs()[both].max()) <= _CLOSE * float(expected.abs().max())
+    return bool(both.any()) and float((found - expected).abs()[both].max()) <= _CLOSE * float(expected.abs().max())
 
 
 def _is_rounded(found: torch.Tensor, outputs: Sequence[torch.Tensor]) -> bool:
