@@ -523,8 +523,8 @@ def _matched_rows(
 ) -> tuple[torch.Tensor, slice] | None:
     """Which of `rows` each of `found` is, and which columns of it the gradients have.
 
-    Outputs and gradients may be a part of the columns, as those of a vocabulary that ranks share. Of equal rows, the one
-    with the same gradient is taken.
+    Outputs and gradients may be a part of the columns, as those of a split vocabulary. Of equal rows, the one with
+    the same gradient is taken.
     """
     near = None
     for columns in _columns(found.shape[1], rows.shape[1]):
