@@ -80,7 +80,11 @@ def compare(
         relative: in place of the relative tolerance of the reference's dtypes.
         noise: that multiple.
     """
-    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
+    _check_names(reference, ranks)
+    return joined([compare_rank(reference, disturbed, one, i, relative, noise) for i, one in enumerate(ranks)])
+
+
+def _check_names(reference: Record, ranks: Sequence[Record]) -> None:
     nowhere = [name for name in reference.initial if not any(name in record.initial for record in ranks)]
     if nowhere:
         there = sorted({name for record in ranks for name in record.initial} - reference.initial.keys())
@@ -89,12 +93,34 @@ def compare(
             f"are missing); the ranks have {', '.join(map(repr, there[:3])) or 'no others'}: pass rename=, a function "
             f"that makes the reference's name of a rank's name"
         )
-    for rank, record in enumerate(ranks):
-        for one in _differences(reference, disturbed, record, rank, relative, noise):
-            found.counts[one.kind] += 1
-            found.largest[one.kind] = max(found.largest[one.kind], one.excess if one.error else 0.0)
-            if one.error > one.allowed or one.error != one.error:
-                found.differences.append(one)
+
+
+def compare_rank(
+    reference: Record,
+    disturbed: Record | None,
+    record: Record,
+    rank: int,
+    relative: float | None,
+    noise: float = _NOISE,
+) -> Comparison:
+    """Compares one rank's record with the reference; arguments as for :func:`compare`."""
+    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
+    for one in _differences(reference, disturbed, record, rank, relative, noise):
+        found.counts[one.kind] += 1
+        found.largest[one.kind] = max(found.largest[one.kind], one.excess if one.error else 0.0)
+        if one.error > one.allowed or one.error != one.error:
+            found.differences.append(one)
+    return found
+
+
+def joined(comparisons: Sequence[Comparison]) -> Comparison:
+    """What was compared on several ranks."""
+    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
+    for one in comparisons:
+        for kind in KINDS:
+            found.counts[kind] += one.counts[kind]
+            found.largest[kind] = max(found.largest[kind], one.largest[kind])
+        found.differences += one.differences
     order = list(KINDS)
     found.differences.sort(key=lambda one: (one.step, order.index(one.kind)))
     return found

@@ -1,5 +1,6 @@
 """``verify``: a model under a plan on CPU processes, compared with plain PyTorch in one process."""
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,10 +28,11 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 from tensorshard.trainer.launch.launch_errors import RankFailedError
 from tensorshard.trainer.launch.notebook import notebook_launch
-from tensorshard.verify.compare import Comparison, compare
+from tensorshard.verify.compare import Comparison, compare_rank, joined
 from tensorshard.verify.culprit import Culprit, find_culprit, with_axis
 from tensorshard.verify.layouts import disturb
 from tensorshard.verify.record import Record, Step, Tensors, TorchSource, record
+from tensorshard.verify.shrink import shrink
 from tensorshard.verify.verification import Part, Verification, versions
 from tensorshard.weights.files.checkpoint_files import read_tensors
 
@@ -115,7 +118,7 @@ def verify(
         "world_size": size,
         "steps": steps,
         "optimizer": _class_of(optimizer),
-        "shapes": {name: list(value.shape) for name, value in trial.plain.initial.items()},
+        "shapes": trial.shapes,
         **versions(),
     }
     title = _short(case.plan)
@@ -151,6 +154,10 @@ class _Case:
     dtype: torch.dtype | None = None
     watches_modules: bool = False
 
+    def tolerance(self) -> tuple[float | None, float]:
+        """The relative tolerance, None for that of fp32, and how many times the reference's own noise is allowed."""
+        return (None, 30.0) if self.plan.precision == "fp32" else (_IN_16_BITS, 3.0)
+
     def build(self) -> nn.Module:
         """The model, in this process's memory."""
         if isinstance(self.model, nn.Module):
@@ -184,10 +191,20 @@ class _Case:
 # -- one process --
 
 
-def _alone(case: _Case, data_ranks: int) -> tuple[Record, Record]:
-    """The reference, and once more from weights that differ in their last place."""
-    torch.set_num_threads(1)
-    return _one_process(case, data_ranks, False), _one_process(case, data_ranks, True)
+def _alone(case: _Case, data_ranks: int) -> tuple[dict[str, list[int]], str]:
+    """Writes the reference, and the same once more from weights that differ in their last place, to a file.
+
+    Returns:
+        The shapes of the parameters, and the file.
+    """
+    records = _one_process(case, data_ranks, False), _one_process(case, data_ranks, True)
+    file = case.scratch.with_name(f"reference{os.getpid()}.pt")
+    torch.save(records, file)
+    return {name: list(value.shape) for name, value in records[0].initial.items()}, str(file)
+
+
+def _reference(file: str) -> tuple[Record, Record]:
+    return torch.load(file, mmap=True, weights_only=False)  # written by the process above
 
 
 def _one_process(case: _Case, data_ranks: int, is_disturbed: bool) -> Record:
@@ -268,9 +285,13 @@ def _plain_plan(plan: Plan) -> Plan:
 # -- under the plan --
 
 
-def _on_rank(case: _Case) -> Record | str:
-    """The record of this rank; a sentence if the plan is refused."""
-    return _by_engine(case, case.plan, data_ranks=None)
+def _on_rank(case: _Case, file: str) -> tuple[Comparison, Record | None] | str:
+    """What differs on this rank, and its record, if that is wanted; a sentence if the plan is refused."""
+    made = _by_engine(case, case.plan, data_ranks=None)
+    if isinstance(made, str):
+        return made
+    found = compare_rank(*_reference(file), made, dist.get_rank(), *case.tolerance())
+    return found, made if case.watches_modules else None
 
 
 def _by_engine(case: _Case, plan: Plan, data_ranks: int | None) -> Any:
@@ -384,14 +405,14 @@ class _Trial:
     """A case that was tried."""
 
     case: _Case
-    plain: Record
-    disturbed: Record
+    shapes: dict[str, list[int]]
+    file: str
     ranks: list[Record]
     comparison: Comparison
-    relative: float | None
 
     def culprit(self) -> Culprit | None:
-        return find_culprit(self.plain, self.disturbed, self.ranks, self.comparison, self.relative)
+        plain, disturbed = _reference(self.file)
+        return find_culprit(plain, disturbed, self.ranks, self.comparison, self.case.tolerance()[0])
 
 
 def _tried(case: _Case) -> _Trial:
@@ -401,15 +422,13 @@ def _tried(case: _Case) -> _Trial:
         ValueError: the plan is refused.
     """
     data_ranks = case.ranks // (case.plan.tp * case.plan.pp * case.plan.cp)
-    plain, disturbed = notebook_launch(partial(_alone, case, data_ranks), ranks=1, timeout=_TIMEOUT)[0]
-    found = notebook_launch(partial(_on_rank, case), ranks=case.ranks, timeout=_TIMEOUT)
+    shapes, file = notebook_launch(partial(_alone, case, data_ranks), ranks=1, timeout=_TIMEOUT)[0]
+    found = notebook_launch(partial(_on_rank, case, file), ranks=case.ranks, timeout=_TIMEOUT)
     refusal = next((one for one in found if isinstance(one, str)), None)
     if refusal is not None:
         raise ValueError(refusal)
-    in_16_bits = case.plan.precision != "fp32"
-    relative = _IN_16_BITS if in_16_bits else None
-    comparison = compare(plain, disturbed, found, relative, **({"noise": 3.0} if in_16_bits else {}))
-    return _Trial(case, plain, disturbed, found, comparison, relative)
+    records = [record for _, record in found if record is not None]
+    return _Trial(case, shapes, file, records, joined([comparison for comparison, _ in found]))
 
 
 def _decided_in_fp64(case: _Case, trial: _Trial, notes: list[str]) -> tuple[_Trial, list[str]]:
@@ -479,7 +498,8 @@ def _is_exact(case: _Case, parts: dict[str, dict[str, Any]]) -> bool | None:
 
 def _smaller(case: _Case) -> tuple[_Case, list[str]]:
     """The case with a smaller model and batch, and what was made smaller."""
-    return case, []
+    small = shrink(case.model, case.plan, case.inputs, case.targets, loss_fn=case.loss_fn)
+    return replace(case, model=small.build, inputs=small.inputs, targets=small.targets), small.said
 
 
 def _short(plan: Plan) -> str:
