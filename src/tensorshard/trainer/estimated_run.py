@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.common.quantities import size_text
-from tensorshard.config import ConfigError, instantiate
+from tensorshard.config import ConfigError
 from tensorshard.host.memory import available_on_host
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.plan.plan import Plan
@@ -18,9 +18,8 @@ from tensorshard.predict.changes import Change, find_changes
 from tensorshard.predict.describe import stage_lines
 from tensorshard.predict.hardware import THIS_MACHINE, measured_profile
 from tensorshard.tensor_parallel.table.table import VerifiedTable
-from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.memory import memory_of_gpus
-from tensorshard.trainer.settings import TrainSettings
+from tensorshard.trainer.run_parts import RunParts
 
 
 class EstimatedRun:
@@ -38,15 +37,13 @@ class EstimatedRun:
     def __init__(
         self, config: DictConfig, world_size: int, hardware: str | None = None, *, device: str | None = None
     ) -> None:
-        self._config = config
+        self._parts = RunParts(config)
         self._world_size = world_size
         self._hardware = hardware
         self._device = device
-        self._settings = TrainSettings.from_config(config)
+        self._settings = self._parts.settings
         self._settings.check_batch(self._settings.plan.resolve(world_size).dp_size)
-        if config.data.get("train") is None:
-            raise ConfigError("the config has no data.train, whose samples say what the model is given")
-        self._sample = instantiate(config.data.train)[0]
+        self._sample = self._parts.sample()
         # Results of one estimate that later ones use: tensor-parallel tables by degree, and the run of the constructor.
         self._tables: dict[tuple[int, bool], VerifiedTable | None] = {}
         self._shared = Decisions()
@@ -67,13 +64,11 @@ class EstimatedRun:
         split = (resolved.tp, resolved.sequence_parallel)
         decisions = Decisions(table=self._tables.get(split), recorded=self._shared.recorded)
         found = estimate(
-            initial_model(self._config.model),
-            resolved,
+            plan=resolved,
             world_size=self._world_size,
             inputs=inputs,
             targets=targets,
-            optimizer=instantiate(self._config.optimizer),
-            loss_fn=instantiate(self._config.loss),
+            **self._parts.arguments(),
             hardware=self._hardware,
             device=self._device,
             decisions=decisions,

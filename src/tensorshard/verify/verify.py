@@ -32,7 +32,7 @@ from tensorshard.verify.compare import Comparison, compare_rank, joined
 from tensorshard.verify.culprit import Culprit, find_culprit, with_axis
 from tensorshard.verify.layouts import disturb
 from tensorshard.verify.record import Record, Step, Tensors, TorchSource, record
-from tensorshard.verify.shrink import shrink
+from tensorshard.verify.shrink import shrink as make_smaller
 from tensorshard.verify.verification import Part, Verification, versions
 from tensorshard.weights.files.checkpoint_files import read_tensors
 
@@ -56,6 +56,7 @@ def verify(
     world_size: int | None = None,
     steps: int = 3,
     seed: int = 0,
+    shrink: bool = True,
 ) -> Verification:
     """Does `plan` compute what one device would? Tries it on CPU processes, on a small version of `model`.
 
@@ -75,6 +76,7 @@ def verify(
             does not say how many these are.
         steps: how many steps.
         seed: of the initial weights.
+        shrink: whether the model and the batch are made smaller; if not, they are taken as they are given.
 
     Returns:
         The verdict: true if all agree. ``describe()`` says it in a few lines. Where something differs, ``culprit`` says
@@ -103,7 +105,7 @@ def verify(
     FakeTensorMode()  # imports torch's compiler, here rather than in each process
     with tempfile.TemporaryDirectory(prefix="tensorshard-verify-") as folder:
         case = _Case(model, resolved, inputs, targets, optimizer, loss_fn, steps, seed, size, Path(folder) / "state")
-        case, notes = _smaller(case)
+        case, notes = _smaller(case) if shrink else (case, [])
         trial = _tried(case)
         if trial.comparison.differences and case.plan.precision == "fp32":
             trial, notes = _decided_in_fp64(case, trial, notes)
@@ -498,7 +500,7 @@ def _is_exact(case: _Case, parts: dict[str, dict[str, Any]]) -> bool | None:
 
 def _smaller(case: _Case) -> tuple[_Case, list[str]]:
     """The case with a smaller model and batch, and what was made smaller."""
-    small = shrink(case.model, case.plan, case.inputs, case.targets, loss_fn=case.loss_fn)
+    small = make_smaller(case.model, case.plan, case.inputs, case.targets, loss_fn=case.loss_fn)
     return replace(case, model=small.build, inputs=small.inputs, targets=small.targets), small.said
 
 

@@ -157,8 +157,8 @@ class RandomStates:
 
     def enter(self, draw: int) -> None:
         """Puts the generator into the state before random operation number `draw`."""
-        if world().is_simulated:  # values are of no interest
-            torch.default_generator.manual_seed(self._seed)
+        if world().is_simulated or not self._in_order:  # in a simulated world values are of no interest
+            torch.default_generator.manual_seed(self._seed if self._in_order else self._seed + 1 + draw)
             return
         if not self._spacing:
             numbers = sum(_numbers_of(self._log.operations[index]) for index in self._log.draws)
@@ -177,7 +177,7 @@ class RandomStates:
 
     def leave(self, draw: int) -> None:
         """Notes the state of the generator, which has just made random operation number `draw`."""
-        if world().is_simulated:
+        if world().is_simulated or not self._in_order:
             return
         self._latest = draw + 1, torch.default_generator.get_state()
         self._drawn += _numbers_of(self._log.operations[self._log.draws[draw]])

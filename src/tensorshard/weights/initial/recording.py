@@ -111,7 +111,7 @@ def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
+def record(build: Callable[[], nn.Module], *, seed: int, in_order: bool = True) -> TensorSource:
     """Run a constructor without allocating its tensors, and keep how each of them is initialised.
 
     The idea is torchdistx's deferred initialisation: a dispatch mode over fake tensors logs every operation;
@@ -132,6 +132,7 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     Args:
         build: Builds the model; a class, a `functools.partial` or a lambda, for instance.
         seed: Determines all random values.
+        in_order: whether they are those of ``torch.manual_seed(seed)``; if not, they take less time.
 
     Returns:
         The source of the model's initial values: a `Recording`, or `HeldTensors` if the model was built
@@ -143,7 +144,7 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
         Exception: Whatever `build` itself raises.
     """
     try:
-        return _record(build, seed)
+        return _record(build, seed, in_order)
     except UnrecordableError as error:
         reason = str(error)
     logger.warning(
@@ -156,9 +157,9 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> TensorSource:
     return from_module(module)
 
 
-def _record(build: Callable[[], nn.Module], seed: int) -> Recording:
+def _record(build: Callable[[], nn.Module], seed: int, in_order: bool) -> Recording:
     fake_mode = QuickFakeTensorMode()
-    recording = _run(build, fake_mode, seed)
+    recording = _run(build, fake_mode, seed, in_order)
     left = _left_over(fake_mode)
     if left:
         gc.collect()
@@ -194,13 +195,13 @@ def _forget(left: list[Any], depth: int = 3) -> None:
         _forget(around, depth - 1)
 
 
-def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:
+def _run(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int, in_order: bool) -> Recording:
     with seeded(seed):
         torch.manual_seed(_NOBODYS_SEED)  # nothing is drawn: values are replayed
-        return _run_seeded(build, fake_mode, seed)
+        return _run_seeded(build, fake_mode, seed, in_order)
 
 
-def _run_seeded(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int) -> Recording:
+def _run_seeded(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed: int, in_order: bool) -> Recording:
     with fake_mode:
         internal = frozenset({PARAMETER_FLAG, *vars(torch.empty(0))})
     recorder = OperationRecorder(fake_mode)
@@ -227,7 +228,7 @@ def _run_seeded(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed:
                 "model on the CPU, without torch.device('meta'): recording it allocates nothing"
             )
     origins = {name: recorder.origin(tensor) for name, tensor in named_tensors(module)}
-    states = RandomStates(recorder.log, seed)
+    states = RandomStates(recorder.log, seed, in_order=in_order)
     # By the id of a fake tensor. That tensor is kept as the first of the two, so that no other gets its id.
     computed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
