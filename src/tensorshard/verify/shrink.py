@@ -332,7 +332,7 @@ def _try(candidate: _Candidate, inputs: Any, targets: Any, loss_fn: Loss | None)
             with grouped_products_of_any_dtype(), without_fake_kernel_reports(), QuickFakeTensorMode() as fake:
                 copied = make_fake_copy(candidate.outline, fake, torch.device("cpu"))
                 sample = make_sample([inputs, targets], fake, torch.device("cpu"))
-                with suppress(NEEDS_VALUES):
+                with suppress(*NEEDS_VALUES):
                     run(copied, *sample)
             return False
         torch.manual_seed(_SEED)
