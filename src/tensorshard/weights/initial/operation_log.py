@@ -145,11 +145,15 @@ class RandomStates:
     Which numbers an operation draws depends on how many were drawn before. So those that come before it are run, too,
     each on memory that is freed at once. That takes the time of the draws, 3 ns a number, once: tensors are asked for
     in about the order in which they were made, and some states in between are kept.
+
+    With ``in_order=False`` each operation begins with a seed of its own, and none before it is run. The numbers are
+    others than the constructor's then, though as random: for trials of which nobody needs the constructor's values.
     """
 
-    def __init__(self, log: Log, seed: int) -> None:
+    def __init__(self, log: Log, seed: int, *, in_order: bool = True) -> None:
         self._log = log
         self._seed = seed
+        self._in_order = in_order
         self._kept: dict[int, torch.Tensor] = {}  # state before the draw of that number
         self._latest: tuple[int, torch.Tensor] | None = None  # the same, for the draw after the last one that was made
         self._drawn = 0  # numbers since the last state that was kept
