@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tensorshard.trainer.launch.notebook import notebook_launch
     from tensorshard.verify.layouts import verify_layout
     from tensorshard.verify.verification import Verification
+    from tensorshard.verify.verify import verify
     from tensorshard.weights.files import from_pretrained
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "sharded_state_dict",
     "slice",
     "utils",
+    "verify",
     "verify_layout",
 ]
 
@@ -89,6 +91,7 @@ _MODULES = {
     "save_group_sharded_model": "tensorshard.compat.group_sharded",
     "sharded_state_dict": "tensorshard.compat.state",
     "slice": "tensorshard.compat.state",
+    "verify": "tensorshard.verify.verify",
     "verify_layout": "tensorshard.verify.layouts",
 }
 _SUBMODULES = ("distributed", "nn", "utils")

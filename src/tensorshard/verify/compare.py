@@ -1,6 +1,6 @@
 """What differs between a run in one process and the same run on ranks, and by how much more than rounding."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,37 +62,37 @@ class Comparison:
         counts: how many tensors or numbers of each kind.
         largest: of each kind, the largest part of its allowed distance that was used.
         differences: those that used more, in the order in which a run makes them.
-        relative: of each kind, the largest error by its scale.
     """
 
     counts: dict[str, int]
     largest: dict[str, float]
-    relative: dict[str, float]
     differences: list[Difference]
 
 
-def compare(reference: Record, disturbed: Record | None, ranks: Sequence[Record], relative: float | None) -> Comparison:
+def compare(
+    reference: Record, disturbed: Record | None, ranks: Sequence[Record], relative: float | None, noise: float = _NOISE
+) -> Comparison:
     """Compares each rank's record with the reference.
 
     Args:
         disturbed: the reference once more, from weights changed in their last place: how much rounding grows. A tensor
             may differ by a multiple of what it differs there.
         relative: in place of the relative tolerance of the reference's dtypes.
+        noise: that multiple.
     """
-    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0), [])
+    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
     nowhere = [name for name in reference.initial if not any(name in record.initial for record in ranks)]
     if nowhere:
         there = sorted({name for record in ranks for name in record.initial} - reference.initial.keys())
         raise ValueError(
             f"no rank has the parameter {nowhere[0]!r} of the reference ({len(nowhere)} of {len(reference.initial)} "
-            f"are missing); the ranks have {', '.join(map(repr, there[:3])) or 'no others'}: pass rename=, a function that "
-            f"makes the reference's name of a rank's name"
+            f"are missing); the ranks have {', '.join(map(repr, there[:3])) or 'no others'}: pass rename=, a function "
+            f"that makes the reference's name of a rank's name"
         )
     for rank, record in enumerate(ranks):
-        for one in _differences(reference, disturbed, record, rank, relative):
+        for one in _differences(reference, disturbed, record, rank, relative, noise):
             found.counts[one.kind] += 1
             found.largest[one.kind] = max(found.largest[one.kind], one.excess if one.error else 0.0)
-            found.relative[one.kind] = max(found.relative[one.kind], one.error / one.scale if one.scale else 0.0)
             if one.error > one.allowed or one.error != one.error:
                 found.differences.append(one)
     order = list(KINDS)
@@ -100,12 +100,14 @@ def compare(reference: Record, disturbed: Record | None, ranks: Sequence[Record]
     return found
 
 
-def allowed(expected: torch.Tensor, scale: float, noise: float, relative: float | None = None) -> float:
+def allowed(
+    expected: torch.Tensor, scale: float, noise: float, relative: float | None = None, factor: float = _NOISE
+) -> float:
     """How far a tensor may be from `expected`, whose changes have the size of `scale`."""
     dtype = expected.dtype if expected.is_floating_point() else torch.float32
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     share = _RELATIVE.get(dtype, 2e-5) if relative is None else relative
-    return share * scale + _ULPS * torch.finfo(dtype).eps * largest * 1e-1 + _NOISE * noise
+    return share * scale + _ULPS * torch.finfo(dtype).eps * largest * 1e-1 + factor * noise
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -121,7 +123,12 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _differences(
-    reference: Record, disturbed: Record | None, record: Record, rank: int, relative: float | None
+    reference: Record,
+    disturbed: Record | None,
+    record: Record,
+    rank: int,
+    relative: float | None,
+    factor: float,
 ) -> Iterator[Difference]:
     def between(
         kind: str, expected: Tensors, found: Tensors, twin: Tensors | None, base: Tensors
@@ -131,7 +138,7 @@ def _differences(
             moved = value if start is None or start.shape != value.shape else value.double() - start.double()
             scale = float(moved.abs().max()) if moved.numel() else 0.0
             noise = 0.0 if twin is None or name not in twin else distance(value, twin[name])
-            limit = allowed(value, scale, 0.0 if noise == float("inf") else noise, relative)
+            limit = allowed(value, scale, 0.0 if noise == float("inf") else noise, relative, factor)
             if name not in found:
                 if kind != "gradient" or name not in record.initial:  # a rank has what its stage has
                     continue
@@ -146,7 +153,7 @@ def _differences(
         a, b = torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64)
         noise = 0.0 if twin is None else abs(twin - expected)
         dtype = next((one.dtype for one in reference.initial.values() if one.is_floating_point()), torch.float32)
-        limit = allowed(a.to(dtype), abs(expected), noise, relative)
+        limit = allowed(a.to(dtype), abs(expected), noise, relative, factor)
         yield Difference(step, kind, "", rank, distance(a, b), abs(expected), limit)
 
     step = -1
@@ -163,11 +170,3 @@ def _differences(
         yield from between("state", expected.states, found.states, twin.states, {})
     step = len(reference.steps)
     yield from between("other", reference.others, record.others, disturbed.others if disturbed else None, {})
-
-
-def first_of(
-    differences: Sequence[Difference], kinds: Mapping[str, object] | Callable[[str], bool]
-) -> Difference | None:
-    """The first one of some kinds."""
-    wanted = kinds if callable(kinds) else kinds.__contains__
-    return next((one for one in differences if wanted(one.kind)), None)

@@ -349,7 +349,7 @@ class _Case:
         what = "misses a part of the gradients, or is one rank's own" if smaller else "counts a part more than once"
         return Culprit(
             NORM, None, first.rank, _share(first),
-            f"all gradients are right, and their norm on rank {first.rank} is {found:.4g} for {expected:.4g}: it {what}",
+            f"all gradients are right; their norm is {found:.4g} on rank {first.rank}, not {expected:.4g}: it {what}",
         )  # fmt: skip
 
     def _of_update(self) -> Culprit:

@@ -136,13 +136,13 @@ def _alone(function: Layout, steps: int) -> tuple[Record, Record]:
 
 
 @torch.no_grad()
-def disturb(model: nn.Module) -> None:
-    """Changes each weight in its last place or so, up or down."""
+def disturb(model: nn.Module, eps: float | None = None) -> None:
+    """Changes each weight by its dtype's `eps`, relative, up or down: in its last place or so."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            step = torch.finfo(parameter.dtype).eps
+            step = torch.finfo(parameter.dtype).eps if eps is None else eps
             parameter.mul_(1 + signs.to(parameter.dtype) * step)
 
 

@@ -17,11 +17,10 @@ from tensorshard.verify.culprit import Culprit
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a plan that was tried by itself."""
+    """A part of a plan, or the plan without one."""
 
     name: str
     is_exact: bool
-    largest: float
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Verification:
         ranks, steps: how many.
         seconds: how long it took.
         facts: what was compared, for :attr:`hash`: the plan, the model's shapes, versions.
-        parts: of the plan, each tried by itself; empty where the whole plan is exact.
+        parts: of the plan; where it is not exact, the plan without each of them.
         notes: sentences, such as what was made smaller.
     """
 
@@ -65,11 +64,8 @@ class Verification:
             f"{self.title}: {verdict}, {_count(self.ranks, 'rank')} against one process, {_count(self.steps, 'step')}"
         ]
         lines += [f"  {note}" for note in self.notes]
-        lines.append(f"  {'compared':<32}{'how many':>9}  {'largest error':>14}  of what rounding may make")
-        lines += [
-            f"  {name:<32}{count:>9,}  {relative:>14.1e}  {_share(used)}"
-            for name, count, relative, used in self._rows()
-        ]
+        lines.append(f"  {'compared':<32}{'how many':>9}  largest error, of what rounding may make")
+        lines += [f"  {name:<32}{count:>9,}  {_share(used)}" for name, count, used in self._rows()]
         for part in self.parts:
             lines.append(f"  {part.name:<32}{'exact' if part.is_exact else 'NOT EXACT':>9}")
         if self.culprit is not None:
@@ -90,8 +86,7 @@ class Verification:
             "facts": dict(self.facts),
             "notes": list(self.notes),
             "compared": [
-                {"what": name, "count": count, "largest_relative_error": relative, "of_allowed": used}
-                for name, count, relative, used in self._rows()
+                {"what": name, "count": count, "largest_error_of_allowed": used} for name, count, used in self._rows()
             ],
             "parts": [vars(part) for part in self.parts],
             "culprit": culprit,
@@ -101,10 +96,10 @@ class Verification:
         """Writes a page that needs no other file; returns its path."""
         target = as_path(path)
         rows = "".join(
-            f"<tr><td>{escape(name)}</td><td>{count:,}</td><td>{relative:.1e}</td><td>{_share(used)}</td></tr>"
-            for name, count, relative, used in self._rows()
+            f"<tr><td>{escape(name)}</td><td>{count:,}</td><td>{_share(used)}</td></tr>"
+            for name, count, used in self._rows()
         )
-        head = "<tr><th>compared</th><th>how many</th><th>largest error</th><th>of what rounding may make</th></tr>"
+        head = "<tr><th>compared</th><th>how many</th><th>largest error, of what rounding may make</th></tr>"
         verdict = '<p class="verdict good">Exact</p>' if self else '<p class="verdict bad">Not exact</p>'
         body = [
             f"<h1>{escape(self.title)}</h1>",
@@ -140,13 +135,9 @@ class Verification:
         head = "<tr><th>step</th><th>kind</th><th>name</th><th>rank</th><th>error</th><th>allowed</th></tr>"
         return f"<table>{head}{rows}</table>"
 
-    def _rows(self) -> list[tuple[str, int, float, float]]:
+    def _rows(self) -> list[tuple[str, int, float]]:
         found = self.comparison
-        return [
-            (name, found.counts[kind], found.relative[kind], found.largest[kind])
-            for kind, name in KINDS.items()
-            if found.counts[kind]
-        ]
+        return [(name, found.counts[kind], found.largest[kind]) for kind, name in KINDS.items() if found.counts[kind]]
 
 
 def versions() -> dict[str, str]:
