@@ -17,7 +17,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.museum.collectives import own_part
 from benchmarks.museum.exhibit import Exhibit
-from benchmarks.museum.language_model import Built, FeedForwardModel, adamw, batch, build, cross_entropy, trained
+from benchmarks.museum.language_model import (
+    Built,
+    FeedForwardModel,
+    adamw,
+    batch,
+    build,
+    cross_entropy,
+    feed_forward_reference,
+    trained,
+)
 
 ROWS_A_RANK = 4
 RANKS = 2
@@ -76,16 +85,6 @@ def _resumed(fault: bool) -> Built:
         if i == 1:
             batches = islice(_loader(dist.get_rank(), epoch=0 if fault else 1), 1, None)
         tokens, labels = next(batches)
-        return cross_entropy(model(tokens), labels)
-
-    return trained(model, loss)
-
-
-def _plain_reference() -> Built:
-    model = build(FeedForwardModel)
-
-    def loss(i: int) -> Tensor:
-        tokens, labels = batch(i)
         return cross_entropy(model(tokens), labels)
 
     return trained(model, loss)
@@ -153,7 +152,7 @@ EXHIBITS = [
         report="KempnerInstitute/KempnerForge#115",
         said="A checkpoint was read into the state of a new optimizer, which has no moments before its first step: the"
         " saved ones had no place to go, and Adam began anew.",
-        reference=_plain_reference,
+        reference=feed_forward_reference,
         parallel=partial(_optimizer_resumed, fault=True),
         correct=partial(_optimizer_resumed, fault=False),
         kinds=frozenset({"update"}),

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from benchmarks.museum.collectives import copy_to_ranks, gather_parts, own_part, sum_and_scatter, total, whole
 from benchmarks.museum.exhibit import Exhibit
@@ -62,13 +61,13 @@ class MixtureOfExperts(nn.Module):
 class ExpertParallel(MixtureOfExperts):
     """Each rank has some experts, and computes them for the tokens of all ranks."""
 
-    def __init__(self, gather_weights: Callable[[Tensor], Tensor] = partial(gather_parts, dim=0)) -> None:
+    def __init__(self, gather_weights: Callable[[Tensor, int], Tensor] = gather_parts) -> None:
         super().__init__()
         self.gather_weights = gather_weights
 
     def forward(self, tokens: Tensor) -> Tensor:
         weights, experts = self.router(tokens)
-        outputs = self.experts(gather_parts(tokens, 0), self.gather_weights(weights), whole(experts, 0))
+        outputs = self.experts(gather_parts(tokens, 0), self.gather_weights(weights, 0), whole(experts, 0))
         return sum_and_scatter(outputs, 0)
 
 
@@ -142,7 +141,11 @@ def _reference(clip: bool = False) -> Built:
         tokens, labels = batch(i)
         return cross_entropy(model(tokens), labels)
 
-    return trained(model, loss, after_backward=lambda: clip_grad_norm_(model.parameters(), CLIP) if clip else None)
+    def clipped() -> None:
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+    return trained(model, loss, after_backward=clipped)
 
 
 def _expert_parallel(
@@ -163,9 +166,9 @@ def _expert_parallel(
         shared, own = _split(model.named_parameters())
         for gradient in shared:
             dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+            gradient.div_(dist.get_world_size())
         for gradient in own:
-            gradient *= expert_scale
+            gradient.mul_(expert_scale)
         clip(model)
 
     return trained(model, loss, after_backward=reduce)
@@ -173,14 +176,14 @@ def _expert_parallel(
 
 def _clip_by_averaged_norm(model: nn.Module) -> None:
     """The norm of what a rank has, averaged over the ranks."""
-    norm = total(get_total_norm([parameter.grad for parameter in model.parameters()])) / dist.get_world_size()
-    clip_grads_with_norm_(model.parameters(), CLIP, norm)
+    norm = total(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])) / dist.get_world_size()
+    nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
 
 
 def _clip_by_norm_of_all(model: nn.Module) -> None:
     shared, own = _split(model.named_parameters())
-    norm = (get_total_norm(shared) ** 2 + total(get_total_norm(own) ** 2)).sqrt()
-    clip_grads_with_norm_(model.parameters(), CLIP, norm)
+    norm = (nn.utils.get_total_norm(shared) ** 2 + total(nn.utils.get_total_norm(own) ** 2)).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
 
 
 def _replicated_router(router: type[ReplicatedRouter]) -> Built:
@@ -218,7 +221,7 @@ EXHIBITS = [
         said="Routing weights were gathered over the expert-parallel ranks by a collective that autograd does not know:"
         " the router got no gradient of the loss.",
         reference=_reference,
-        parallel=partial(_expert_parallel, mixture=partial(ExpertParallel, partial(whole, dim=0))),
+        parallel=partial(_expert_parallel, mixture=partial(ExpertParallel, whole)),
         correct=_expert_parallel,
         kinds=frozenset({"gradient"}),
         module="mixture.router",

@@ -120,3 +120,23 @@ def trained(
         return value.detach()
 
     return model, step
+
+
+def feed_forward_reference(smoothing: float = 0.0) -> Built:
+    model = build(FeedForwardModel)
+
+    def loss(i: int) -> Tensor:
+        tokens, labels = batch(i)
+        return cross_entropy(model(tokens), labels, smoothing=smoothing)
+
+    return trained(model, loss)
+
+
+def attention_reference(mask: Tensor, positions: Tensor | None = None) -> Built:
+    model = build(AttentionModel)
+
+    def loss(i: int) -> Tensor:
+        tokens, labels = batch(i)
+        return cross_entropy(model(tokens, mask, positions), labels)
+
+    return trained(model, loss)

@@ -1,11 +1,11 @@
-"""Silent faults where each rank has a part of every sequence: sequence and context parallelism."""
+"""Silent faults where each rank has a part of every sequence."""
 
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,18 +13,24 @@ from benchmarks.museum.collectives import gather_parts, own_part, sum_and_scatte
 from benchmarks.museum.exhibit import Exhibit
 from benchmarks.museum.language_model import (
     LENGTH,
-    Attention,
     AttentionModel,
     Built,
     FeedForwardModel,
+    attention_reference,
     batch,
     build,
     causal,
     cross_entropy,
-    rotate,
+    feed_forward_reference,
     trained,
 )
-from benchmarks.museum.tensor_faults import ColumnLinear, RowLinear, feed_forward_reference, gather_split_layers
+from benchmarks.museum.split_layers import (
+    ColumnLinear,
+    ContextParallelAttention,
+    RowLinear,
+    gather_split_layers,
+    sequence_parallel,
+)
 
 
 class ScatteredRowLinear(RowLinear):
@@ -63,33 +69,7 @@ def _sequence_parallel(down: type[RowLinear] = ScatteredRowLinear, left_out: tup
         tokens, labels = (own_part(tensor, 1) for tensor in batch(i))
         return cross_entropy(model(tokens), labels) / dist.get_world_size()
 
-    def reduce() -> None:
-        for name, parameter in model.named_parameters():
-            if name.startswith(("up", "down.weight", *left_out)):
-                continue
-            dist.all_reduce(parameter.grad)
-
-    model, local_step = trained(model, loss, after_backward=reduce)
-    return model, lambda i: total(local_step(i))
-
-
-class ContextParallelAttention(Attention):
-    """Attention of this rank's queries to the keys and values of all ranks. `mask` is that of its queries."""
-
-    def forward(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None = None) -> Tensor:
-        query, key, value = (self.split(part) for part in self.qkv(hidden).chunk(3, -1))
-        if positions is not None:
-            query, key = rotate(query, positions), rotate(key, positions)
-        key, value = gather_parts(key, 2), gather_parts(value, 2)
-        if mask is None:
-            mask = own_part(causal(key.shape[2]), 0)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.out(attended.transpose(1, 2).flatten(2))
-
-
-def _sum_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
+    return sequence_parallel(model, loss, lambda name: not name.startswith(("up", "down.weight", *left_out)))
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
@@ -119,77 +99,7 @@ def _labels(shifted_locally: bool) -> Built:
             labels = next_tokens(tokens)
         return cross_entropy(model(tokens, own_part(causal(LENGTH), 0)), labels, "sum") / count
 
-    model, local_step = trained(model, loss, after_backward=lambda: _sum_gradients(model))
-    return model, lambda i: total(local_step(i))
-
-
-DOCUMENTS = torch.arange(LENGTH) // (LENGTH // 2)
-"""Which of two packed documents a token is in."""
-POSITIONS = torch.tensor([0, 1, 2, 3, 0, 0, 2, 2], dtype=torch.float64)
-"""The rotary positions of the packed tokens: text, then an image, in which rows share one."""
-FRONT_AND_BACK = [torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 5, 6])]
-"""Each rank's tokens: of each document the front and the back for one rank, the middle for the other."""
-
-
-def _packed_mask() -> Tensor:
-    return causal(LENGTH) & (DOCUMENTS[:, None] == DOCUMENTS)
-
-
-def _packed_reference() -> Built:
-    model = build(AttentionModel)
-
-    def loss(i: int) -> Tensor:
-        tokens, labels = batch(i)
-        return cross_entropy(model(tokens, _packed_mask(), POSITIONS), labels)
-
-    return trained(model, loss)
-
-
-def _packed(fault: bool) -> Built:
-    """Each rank looks up its positions in the table of all packed tokens. `fault`: by the place in the document."""
-    model = build(partial(AttentionModel, ContextParallelAttention))
-
-    def loss(i: int) -> Tensor:
-        mine = FRONT_AND_BACK[dist.get_rank()]
-        tokens, labels = (tensor[:, mine] for tensor in batch(i))
-        mask = _packed_mask()[mine][:, torch.cat(FRONT_AND_BACK)]
-        positions = POSITIONS[mine % (LENGTH // 2) if fault else mine]
-        return cross_entropy(model(tokens, mask, positions), labels) / dist.get_world_size()
-
-    model, local_step = trained(model, loss, after_backward=lambda: _sum_gradients(model))
-    return model, lambda i: total(local_step(i))
-
-
-def _window() -> Tensor:
-    return causal(LENGTH).triu(-2)
-
-
-def _window_reference() -> Built:
-    model = build(AttentionModel)
-
-    def loss(i: int) -> Tensor:
-        tokens, labels = batch(i)
-        return cross_entropy(model(tokens, _window()), labels)
-
-    return trained(model, loss)
-
-
-def _without_mask(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """What a context-parallel attention got as its mask is taken for a causal one, and left out."""
-    return arguments, {**keywords, "mask": None}
-
-
-def _context_parallel_window(fault: bool) -> Built:
-    model = build(partial(AttentionModel, ContextParallelAttention))
-    if fault:
-        model.attention.register_forward_pre_hook(_without_mask, with_kwargs=True)
-
-    def loss(i: int) -> Tensor:
-        tokens, labels = (own_part(tensor, 1) for tensor in batch(i))
-        return cross_entropy(model(tokens, own_part(_window(), 0)), labels) / dist.get_world_size()
-
-    model, local_step = trained(model, loss, after_backward=lambda: _sum_gradients(model))
-    return model, lambda i: total(local_step(i))
+    return sequence_parallel(model, loss)
 
 
 def _weights(step: int) -> Tensor:
@@ -238,16 +148,6 @@ def _data_parallel_group(fault: bool) -> Built:
     return trained(model, loss)
 
 
-def _causal_reference() -> Built:
-    model = build(AttentionModel)
-
-    def loss(i: int) -> Tensor:
-        tokens, labels = batch(i)
-        return cross_entropy(model(tokens, causal(LENGTH)), labels)
-
-    return trained(model, loss)
-
-
 EXHIBITS = [
     Exhibit(
         name="norms under sequence parallelism, whose gradients nobody sums",
@@ -284,28 +184,6 @@ EXHIBITS = [
         kinds=frozenset({"labels"}),
     ),
     Exhibit(
-        name="a later packed document, at the positions of the first",
-        report="NVIDIA/Megatron-LM#5243",
-        said="Under context parallelism, a rank looked up its tokens of each packed sequence from the start of the"
-        " table of rotary positions, not from where that sequence begins.",
-        reference=_packed_reference,
-        parallel=partial(_packed, fault=True),
-        correct=partial(_packed, fault=False),
-        kinds=frozenset({"mask"}),
-        module="attention",
-    ),
-    Exhibit(
-        name="a sliding window, trained as full causal attention",
-        report="huggingface/accelerate#4177",
-        said="The hook for context parallelism replaced every attention mask by a causal one, whatever it was: models"
-        " with sliding windows attended to all that came before.",
-        reference=_window_reference,
-        parallel=partial(_context_parallel_window, fault=True),
-        correct=partial(_context_parallel_window, fault=False),
-        kinds=frozenset({"mask"}),
-        module="attention",
-    ),
-    Exhibit(
         name="a masked loss, divided by each part's own count",
         report="NVIDIA/Megatron-LM#7513",
         said="Each context-parallel rank divided its loss by its own count of tokens that count, and the gradients were"
@@ -320,7 +198,7 @@ EXHIBITS = [
         report="ByteDance-Seed/VeOmni#1115",
         said="With all ranks on one sequence, the data-parallel group that DDP was given had one rank. Its all-reduce"
         " did nothing, and each rank trained on its part of the sequence.",
-        reference=_causal_reference,
+        reference=partial(attention_reference, causal(LENGTH)),
         parallel=partial(_data_parallel_group, fault=True),
         correct=partial(_data_parallel_group, fault=False),
         kinds=frozenset({"not reduced"}),

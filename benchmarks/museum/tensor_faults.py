@@ -1,58 +1,26 @@
 """Silent faults of tensor parallelism whose activations are the same on all ranks."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from benchmarks.museum.collectives import copy_to_ranks, gather_parts, own_part, sum_over_ranks, whole
+from benchmarks.museum.collectives import copy_to_ranks, sum_over_ranks
 from benchmarks.museum.exhibit import Exhibit
 from benchmarks.museum.language_model import (
-    Attention,
-    AttentionModel,
     Built,
     FeedForwardModel,
     batch,
     build,
-    causal,
     cross_entropy,
+    feed_forward_reference,
     trained,
 )
-
-
-def gather_split_layers(name: str, part: Tensor) -> Tensor:
-    """Makes a part whole: the layers "down" and "out" are split by their inputs, all others by their outputs."""
-    return whole(part, 1 if name.split(".")[-2] in {"down", "out"} else 0)
-
-
-class ColumnLinear(nn.Linear):
-    """A linear layer of which each rank computes a part of the outputs."""
-
-    def __init__(self, layer: nn.Linear, copy: Callable[[Tensor], Tensor] = copy_to_ranks) -> None:
-        super().__init__(layer.in_features, layer.out_features, dtype=torch.float64)
-        self.weight = nn.Parameter(own_part(layer.weight.detach(), 0).clone())
-        self.bias = None if layer.bias is None else nn.Parameter(own_part(layer.bias.detach(), 0).clone())
-        self.copy = copy
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return F.linear(self.copy(inputs), self.weight, self.bias)
-
-
-class RowLinear(nn.Linear):
-    """A linear layer of which each rank has a part of the inputs. All ranks have its bias."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer.in_features, layer.out_features, dtype=torch.float64)
-        self.weight = nn.Parameter(own_part(layer.weight.detach(), 1).clone())
-        self.bias = nn.Parameter(layer.bias.detach().clone())
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return sum_over_ranks(F.linear(inputs, self.weight)) + self.bias
+from benchmarks.museum.split_layers import ColumnLinear, RowLinear, gather_split_layers
 
 
 class BiasOnEachRank(RowLinear):
@@ -63,16 +31,6 @@ class BiasOnEachRank(RowLinear):
 class DividedBias(RowLinear):
     def forward(self, inputs: Tensor) -> Tensor:
         return sum_over_ranks(F.linear(inputs, self.weight, self.bias / dist.get_world_size()))
-
-
-def feed_forward_reference(smoothing: float = 0.0) -> Built:
-    model = build(FeedForwardModel)
-
-    def loss(i: int) -> Tensor:
-        tokens, labels = batch(i)
-        return cross_entropy(model(tokens), labels, smoothing=smoothing)
-
-    return trained(model, loss)
 
 
 def _row_parallel(down: type[RowLinear]) -> Built:
@@ -107,7 +65,7 @@ class SequenceFirst(ColumnLinear):
 
 
 def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0, local: bool = False) -> Tensor:
-    """The mean cross-entropy of logits ``[..., classes / ranks]``. `local`: smoothing sees this rank's classes alone."""
+    """The mean cross-entropy of logits ``[..., classes / ranks]``. `local`: smoothing is over a rank's own classes."""
     highest = logits.detach().amax(-1)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     shifted = logits - highest[..., None]
@@ -144,44 +102,6 @@ def _sequence_first(fault: bool) -> Built:
     return trained(model, loss)
 
 
-class FusedAttention(Attention):
-    """Attention of which each rank has an equal part of the rows of the fused layer, and computes one head."""
-
-    gathers = True
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def parallelize(self) -> None:
-        self.qkv, self.out = ColumnLinear(self.qkv), RowLinear(self.out)
-
-    def forward(self, hidden: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
-        fused = self.qkv(hidden)
-        if self.gathers:
-            parts = [own_part(part, -1) for part in gather_parts(fused, -1).chunk(3, -1)]
-        else:
-            parts = list(fused.chunk(3, -1))
-        query, key, value = (self.split(part) for part in parts)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.out(attended.transpose(1, 2).flatten(2))
-
-
-class WronglyFusedAttention(FusedAttention):
-    gathers = False
-
-
-def _attention(attention: type[Attention]) -> Built:
-    model = build(partial(AttentionModel, attention))
-    if isinstance(model.attention, FusedAttention):
-        model.attention.parallelize()
-
-    def loss(i: int) -> Tensor:
-        tokens, labels = batch(i)
-        return cross_entropy(model(tokens, causal(tokens.shape[1])), labels)
-
-    return trained(model, loss)
-
-
 def _dropout(loading_ranks: int) -> Built:
     """The first `loading_ranks` ranks make an iterator of a loader, which takes a number of torch's generator."""
     parallel = dist.is_initialized()
@@ -192,7 +112,7 @@ def _dropout(loading_ranks: int) -> Built:
 
     def loss(i: int) -> Tensor:
         pairs = list(zip(*batch(i), strict=True))
-        tokens, labels = batch(i)[0] * 0, batch(i)[1] * 0
+        tokens, labels = (torch.zeros_like(tensor).contiguous() for tensor in batch(i))
         if not parallel or dist.get_rank() < loading_ranks:
             tokens, labels = next(iter(DataLoader(pairs, batch_size=len(pairs))))
         if parallel:
@@ -249,18 +169,6 @@ EXHIBITS = [
         correct=partial(_vocabulary_parallel, smoothing=0.2),
         kinds=frozenset({"labels"}),
         module="head",
-        gather=gather_split_layers,
-    ),
-    Exhibit(
-        name="fused queries, keys and values, cut in two in the middle",
-        report="NVIDIA-NeMo/Automodel#1324",
-        said="Column-wise sharding cut the rows of a fused layer, all queries before all keys before all values, into"
-        " equal parts: the first rank got the queries and some keys, the last one the values.",
-        reference=partial(_attention, Attention),
-        parallel=partial(_attention, WronglyFusedAttention),
-        correct=partial(_attention, FusedAttention),
-        kinds=frozenset({"forward"}),
-        module="attention",
         gather=gather_split_layers,
     ),
     Exhibit(
