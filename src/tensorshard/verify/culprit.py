@@ -232,8 +232,14 @@ class _Case:
 
     def _of_samples(self) -> Culprit | None:
         """Whether the ranks were given the samples of the reference, each as often."""
-        expected = _inputs(self.expected)
-        given = [_inputs(step) for step in self.steps]
+        called = [{call.module for call in step.calls} for step in self.steps]
+        first = next((call.module for call in self.expected.calls if any(call.module in one for one in called)), None)
+        if all("" in one for one in called):
+            first = ""
+        if first is None:
+            return None
+        expected = _inputs(self.expected, first)
+        given = [_inputs(step, first) for step, names in zip(self.steps, called, strict=True) if first in names]
         if expected is None or any(one is None for one in given):
             return None
         counts = []
@@ -526,11 +532,11 @@ def _by_module(calls: Iterable[Call]) -> dict[str, list[Call]]:
     return found
 
 
-def _inputs(step: Step) -> torch.Tensor | None:
-    """The samples that the model was called with, a row each, of all calls of a step."""
+def _inputs(step: Step, module: str) -> torch.Tensor | None:
+    """The samples that a module was called with, a row each, of all calls of a step."""
     rows = []
     for call in step.calls:
-        if call.module or not call.inputs:
+        if call.module != module or not call.inputs:
             continue
         main = max(call.inputs, key=lambda one: one.numel())
         if main.ndim:
@@ -557,7 +563,12 @@ def _occurrences(rows: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tens
 def _logits(step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The rows of the last output that the loss depends on, and of its gradient."""
     calls = [
-        call for call in step.calls if call.output is not None and call.gradient is not None and call.output.ndim > 1
+        call
+        for call in step.calls
+        if call.output is not None
+        and call.gradient is not None
+        and call.output.ndim > 1
+        and call.gradient.shape == call.output.shape
     ]
     if not calls:
         return None
