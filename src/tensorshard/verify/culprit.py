@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from tensorshard.verify.compare import Comparison, Difference, allowed, distance
 from tensorshard.verify.record import Call, Record, Step
@@ -518,7 +519,7 @@ def _slices(whole: torch.Tensor, dim: int, size: int) -> Iterator[torch.Tensor]:
 
 def _rows_apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     """The largest distance of a row of `found` from the row of `whole` that is nearest."""
-    a, b = found.double().flatten(1), whole.double().flatten(1)
+    a, b = found.double().reshape(len(found), -1), whole.double().reshape(len(whole), -1)
     if a.shape[1] != b.shape[1]:
         return float("inf")
     apart = torch.stack([(b - row).abs().amax(1).min() for row in a]) if len(a) else torch.zeros(1)
@@ -599,7 +600,7 @@ def _matched_rows(
     """Which row of `expected` each of `found` is, and which columns it has of it.
 
     Both are logits and their gradients. Of rows whose logits are the same, such as those of one token in several
-    places, it is the one whose gradient is nearest.
+    places, it is the one whose gradient is most alike.
     """
     (logits, gradients), (all_logits, all_gradients) = found, expected
     width = logits.shape[1]
@@ -611,14 +612,16 @@ def _matched_rows(
         part = all_logits[:, columns]
         near = torch.cdist(logits, part) <= _CLOSE * part.norm(dim=1).max().clamp_min(1e-30)
         if bool(near.any(1).all()):
-            apart = torch.cdist(_of_length_one(gradients), _of_length_one(all_gradients[:, columns]))
-            return apart.masked_fill(~near, float("inf")).argmin(1), columns
+            alike = _alike(gradients, all_gradients[:, columns])
+            return alike.masked_fill(~near, -float("inf")).argmax(1), columns
     return None
 
 
-def _of_length_one(rows: torch.Tensor) -> torch.Tensor:
-    """`rows`, all divided by the length of the longest."""
-    return rows / rows.norm(dim=1).max().clamp_min(1e-30)
+def _alike(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The cosine of each row with each of `others`; for a row of zeros, the shorter the more alike."""
+    alike = nn.functional.normalize(rows, dim=1) @ nn.functional.normalize(others, dim=1).T
+    length = rows.norm(dim=1)
+    return torch.where((length <= 1e-6 * length.max())[:, None], -others.norm(dim=1), alike)
 
 
 def _last(step: Step) -> str | None:

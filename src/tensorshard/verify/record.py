@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from tensorshard.torch_private.optimizers import TOTAL_NORM, clip_grad
+from tensorshard.torch_private.optimizers import watched_clipping
 from tensorshard.torch_private.pipelining import while_stages_prepare
 from tensorshard.torch_private.pytree import tree_leaves
 
@@ -187,6 +187,7 @@ class TorchSource:
                 is_idle[0] = idle
 
         def note_clipping(norm: Any) -> None:
+            note()
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             step.norm = _as_number(norm)
 
@@ -198,7 +199,7 @@ class TorchSource:
             if was_noted and step.clipped is None:
                 step.clipped = _length(self.gradients()) / taken[0] if taken[0] else 1.0
 
-        with _watched_clipping(note, note_clipping), _watched_deepspeed(self._model, note):
+        with watched_clipping(note_clipping), _watched_deepspeed(self._model, note):
             handle = register_optimizer_step_pre_hook(before_update)
             try:
                 yield
@@ -267,31 +268,6 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def _updates_nothing(optimizer: Optimizer) -> bool:
     """Whether the next update only makes the optimizer's states, as code that reads checkpoints has it do."""
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
-
-
-@contextmanager
-def _watched_clipping(before: Callable[[], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, what clips gradients by their norm calls `before`, and `after` with the norm."""
-    total_norm, clip = getattr(clip_grad, TOTAL_NORM), nn.utils.clip_grads_with_norm_
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        before()
-        norm = total_norm(*args, **kwargs)
-        after(norm)
-        return norm
-
-    def clipping(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        before()
-        after(total_norm)
-        clip(parameters, max_norm, total_norm, *args, **kwargs)
-
-    setattr(clip_grad, TOTAL_NORM, noting)
-    nn.utils.clip_grads_with_norm_ = clipping
-    try:
-        yield
-    finally:
-        setattr(clip_grad, TOTAL_NORM, total_norm)
-        nn.utils.clip_grads_with_norm_ = clip
 
 
 @contextmanager
