@@ -1,6 +1,20 @@
 """Silent faults of the field, rebuilt small from their public reports."""
 
-from benchmarks.museum import copies, counts, optimizers, reductions, shards, steps, tied_weights
+from benchmarks.museum import (
+    attention,
+    copies,
+    counts,
+    data,
+    experts,
+    optimizers,
+    pipelines,
+    reductions,
+    sequences,
+    shards,
+    steps,
+    tensor_parallel,
+    tied_weights,
+)
 from benchmarks.museum.exhibit import Exhibit
 
 EXHIBITS: list[Exhibit] = [
@@ -11,4 +25,10 @@ EXHIBITS: list[Exhibit] = [
     *shards.EXHIBITS,
     *optimizers.EXHIBITS,
     *steps.EXHIBITS,
+    *tensor_parallel.EXHIBITS,
+    *sequences.EXHIBITS,
+    *attention.EXHIBITS,
+    *experts.EXHIBITS,
+    *pipelines.EXHIBITS,
+    *data.EXHIBITS,
 ]

@@ -1,6 +1,7 @@
 """Clipping, unscaling and learning rates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,15 @@ TOTAL_NORM = "_get_total_norm"
 # Checked: torch 2.13 and 2.15. Public way: a subclass of GradScaler, where the scaler is not the user's own object.
 UNSCALE_GRADIENTS = "_unscale_grads_"
 
-__all__ = ["TOTAL_NORM", "UNSCALE_GRADIENTS", "clip_grad", "set_last_rates", "set_unscaling", "step_without_hooks"]
+__all__ = [
+    "TOTAL_NORM",
+    "UNSCALE_GRADIENTS",
+    "clip_grad",
+    "set_last_rates",
+    "set_unscaling",
+    "step_without_hooks",
+    "watched_clipping",
+]
 
 
 def set_unscaling(scaler: Any, unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> None:
@@ -62,3 +71,28 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)
+
+
+@contextmanager
+def watched_clipping(before: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, `before` is called with the norm each time that gradients are to be clipped by it.
+
+    Why: ``clip_grads_with_norm_``, which ``clip_grad_norm_`` calls, is imported by name in most scripts. What torch's
+    ``no_grad`` wraps there is replaced, which reaches all of them.
+
+    Checked: torch 2.13.
+
+    Public way: replacing the two functions in ``torch.nn.utils``, which does not reach those.
+    """
+    (cell,) = clip_grad._clip_grads_with_norm_.__closure__ or ()
+    clip = cell.cell_contents
+
+    def watched(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        before(total_norm)
+        clip(parameters, max_norm, total_norm, *args, **kwargs)
+
+    cell.cell_contents = watched
+    try:
+        yield
+    finally:
+        cell.cell_contents = clip

@@ -3,9 +3,13 @@
 Schedules call a stage's public methods, and four private ones to prepare for a step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 
@@ -34,3 +38,37 @@ class ScheduleStage(_PipelineStageBase):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []  # the code that runs the schedule opens the group's connections
+
+
+@contextmanager
+def while_stages_prepare(pauses: list[None]) -> Iterator[None]:
+    """Inside, `pauses` has an item while a ``PipelineStage`` prepares for a step.
+
+    Why: to learn the shapes, it runs its module, forward and backward, on tensors that are not initialised. Who watches
+    the module's calls must not take these for training.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none; hooks of the module see these calls, too.
+    """
+    names = ("_prepare_forward_infra", "_prepare_backward_infra")
+    original = {name: getattr(PipelineStage, name) for name in names}
+
+    def pausing(prepare: Any) -> Any:
+        @wraps(prepare)
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            pauses.append(None)
+            try:
+                return prepare(*args, **kwargs)
+            finally:
+                pauses.pop()
+
+        return paused
+
+    for name, prepare in original.items():
+        setattr(PipelineStage, name, pausing(prepare))
+    try:
+        yield
+    finally:
+        for name, prepare in original.items():
+            setattr(PipelineStage, name, prepare)

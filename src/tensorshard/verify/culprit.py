@@ -23,6 +23,7 @@ _ATTENTION = re.compile(r"att(entio)?n|rotary|rope|pos(ition)?(al)?_?(emb|enc)?|
 _DROPOUT = re.compile(r"drop", re.IGNORECASE)
 _CLOSE = 1e-3  # of a vector's length: how far two may be apart to count as one direction, or as one row
 _ROUNDED = 3e-2  # of a tensor's largest number: what 16 bits make of it
+_MOST_COMPARED = 1 << 30  # numbers, where each token is compared with each
 
 
 @dataclass(frozen=True)
@@ -135,28 +136,59 @@ class _Case:
             for call in step.calls:
                 if call.output is None or call.module not in calls or not call.module:
                     continue
-                size = self._apart(call, calls[call.module])
-                if size is not None:
+                size = self._apart(call.module, call.output, [one.output for one in calls[call.module]])
+                if size is not None and not self._is_partial_sum(call, rank, calls[call.module]):
                     return self._differing(call, calls[call.module], rank, size)
         return None
 
-    def _apart(self, call: Call, expected: list[Call]) -> float | None:
-        """How far the output is from each part of the reference's; None if it is one of them, or cannot be."""
-        assert call.output is not None
+    def _apart(self, module: str, tensor: torch.Tensor, expected: Sequence[torch.Tensor | None]) -> float | None:
+        """How far `tensor` is from each part of the reference's; None if it is one of them, or cannot be."""
         sizes = []
         for one in expected:
-            if one.output is None:
+            found = None if one is None else nearest(tensor, one)
+            if one is None or found is None:
                 continue
-            limit = max(self._limit(one.output), 1e-7)
-            if self.expected.calls and self.twin is not None:
-                limit += 30 * self._noise(call.module)
-            found = nearest(call.output, one.output)
-            if found is None:
-                continue
-            if found <= limit:
+            if found <= self._bound(module, one):
                 return None
-            sizes.append(found / max(float(one.output.abs().max()), 1e-30))
+            sizes.append(found / max(float(one.abs().max()), 1e-30))
         return min(sizes, default=None)
+
+    def _bound(self, module: str, tensor: torch.Tensor) -> float:
+        """How far what passes through `module` may be from `tensor`, which is the reference's."""
+        noise = 30 * self._noise(module) if self.twin is not None else 0.0
+        return max(self._limit(tensor), 1e-7) + noise
+
+    def _is_partial_sum(self, call: Call, rank: int, expected: list[Call]) -> bool:
+        """Whether each rank has another output, and their sum is right: a layer whose outputs are reduced elsewhere."""
+        same = [[one for one in step.calls if one.module == call.module] for step in self.steps]
+        place = next(index for index, one in enumerate(same[rank]) if one is call)
+        parts = [one[place].output for one in same if place < len(one)]
+        outputs = [one for one in parts if one is not None]
+        if len(outputs) < len(self.steps) or len({one.shape for one in outputs}) > 1 or len(outputs) < 2:
+            return False
+        if all(torch.equal(one, outputs[0]) for one in outputs[1:]):
+            return False
+        total = torch.stack(outputs).sum(0)
+        return self._apart(call.module, total, [one.output for one in expected]) is None
+
+    def _is_wrong_everywhere(self, module: str, expected: Sequence[torch.Tensor]) -> bool:
+        """Whether no token of the module's outputs on any rank is right."""
+        for call in (call for step in self.steps for call in step.calls if call.module == module):
+            for one in expected:
+                if call.output is None or min(call.output.ndim, one.ndim) < 2:
+                    continue
+                apart = _tokens_apart(call.output, one)
+                if apart is None or bool((apart <= self._bound(module, one)).any()):
+                    return False
+        return True
+
+    def _has_wrong_inputs(self, call: Call, expected: list[Call]) -> bool:
+        """Whether what the module got is wrong, too: by what its parent computes between its modules."""
+        if not call.inputs:
+            return False
+        given = max(call.inputs, key=lambda one: one.numel())
+        wanted = [max(one.inputs, key=lambda tensor: tensor.numel()) for one in expected if one.inputs]
+        return bool(wanted) and self._apart(call.module, given, wanted) is not None
 
     def _noise(self, module: str) -> float:
         assert self.twin is not None
@@ -169,20 +201,25 @@ class _Case:
         where = f"the output of {call.module!r} ({call.kind}) is the first that differs, by {size:.1e}, on rank {rank}"
         assert call.output is not None
         outputs = [one.output for one in expected if one.output is not None]
+        module = call.module
+        if self._has_wrong_inputs(call, expected):
+            module = module.rpartition(".")[0] or module
+            where += ", and its input does"
         if _DROPOUT.search(call.kind) or any(_other_zeros(call.output, one) for one in outputs):
-            return Culprit(OTHER_RANDOM, call.module, rank, size, f"{where}: other elements of it are dropped")
+            return Culprit(OTHER_RANDOM, module, rank, size, f"{where}: other elements of it are dropped")
         if self.number and self._was_right(call.module, rank):
             said = f"{where}, though it was right in the step before and its weights read so: it computes with others"
-            return Culprit(STALE, call.module, rank, size, said)
+            return Culprit(STALE, module, rank, size, said)
         if size < _ROUNDED and _is_rounded(call.output, outputs):
-            return Culprit(PRECISION, call.module, rank, size, f"{where}: it is computed in a narrower type")
-        if _ATTENTION.search(call.module) or _ATTENTION.search(call.kind):
+            return Culprit(PRECISION, module, rank, size, f"{where}: it is computed in a narrower type")
+        is_attention = _ATTENTION.search(call.module) or _ATTENTION.search(call.kind)
+        if is_attention and not self._is_wrong_everywhere(call.module, outputs):
             said = f"{where}: a mask or positions are not those of the whole sequence"
-            return Culprit(MASK, call.module, rank, size, said)
+            return Culprit(MASK, module, rank, size, said)
         ratio = _factor([(call.output, one) for one in outputs if one.shape == call.output.shape])
         if ratio is not None and abs(ratio - 1) > 10 * _CLOSE:
-            return Culprit(SCALED, call.module, rank, size, f"{where}: it is {ratio:.4g} times the right one")
-        return Culprit(FORWARD, call.module, rank, size, where)
+            return Culprit(SCALED, module, rank, size, f"{where}: it is {ratio:.4g} times the right one")
+        return Culprit(FORWARD, module, rank, size, where)
 
     def _was_right(self, module: str, rank: int) -> bool:
         names = [name for name in self.start if name.startswith(f"{module}.")]
@@ -248,11 +285,12 @@ class _Case:
         if not float(length.max()):
             return None
         ratios: list[torch.Tensor] = []
-        for rank, step in enumerate(self.steps):
-            found = _logits(step)
+        every_rank = [_logits(step) for step in self.steps]
+        joined = _joined(every_rank, rows.shape[1])
+        for rank, found in enumerate(every_rank if joined is None else [joined]):
             if found is None:
                 continue
-            matched = _matched_rows(*found, rows, gradients)
+            matched = _matched_rows(found, expected)
             if matched is None:
                 continue
             index, columns = matched
@@ -411,10 +449,34 @@ class _Case:
 
 
 def nearest(found: torch.Tensor, whole: torch.Tensor) -> float | None:
-    """The largest distance of `found` from the nearest part of `whole`: some of its rows, or a slice of a dimension.
+    """The largest distance of `found` from the nearest part of `whole`.
 
-    None if shapes say that it cannot be a part.
+    A part is some of its rows, a slice of a dimension, or some of its tokens (vectors of the last dimension) in any
+    order and shape, or the same columns of them. None if shapes say that it cannot be a part.
     """
+    apart = _part_apart(found, whole)
+    if apart == 0.0 or min(found.ndim, whole.ndim) < 2:
+        return apart
+    tokens = _tokens_apart(found, whole)
+    return apart if tokens is None else float(tokens.max()) if apart is None else min(apart, float(tokens.max()))
+
+
+def _tokens_apart(found: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+    """The distance of each token of `found` from the nearest of `whole`, by the columns that fit best.
+
+    None if it cannot be one of them, or if tokens are so short that some are near by chance.
+    """
+    a, b = found.double().flatten(0, -2), whole.double().flatten(0, -2)
+    width = a.shape[1]
+    if not len(a) or width < 4 or width > b.shape[1] or len(a) * len(b) * width > _MOST_COMPARED:
+        return None
+    begins = range(0, b.shape[1] - width + 1, width)
+    parts = (torch.cdist(a, b[:, begin : begin + width], p=float("inf")).amin(1) for begin in begins)
+    return min(parts, key=lambda apart: float(apart.max().nan_to_num(float("inf")))).nan_to_num(float("inf"))
+
+
+def _part_apart(found: torch.Tensor, whole: torch.Tensor) -> float | None:
+    """`nearest` by rows and slices alone."""
     if found.shape == whole.shape:
         apart = distance(found, whole)
         if apart == 0.0 or found.ndim < 2:
@@ -455,7 +517,7 @@ def _slices(whole: torch.Tensor, dim: int, size: int) -> Iterator[torch.Tensor]:
 
 def _rows_apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     """The largest distance of a row of `found` from the row of `whole` that is nearest."""
-    a, b = found.double().flatten(1), whole.double().flatten(1)
+    a, b = found.double().reshape(len(found), -1), whole.double().reshape(len(whole), -1)
     if a.shape[1] != b.shape[1]:
         return float("inf")
     apart = torch.stack([(b - row).abs().amax(1).min() for row in a]) if len(a) else torch.zeros(1)
@@ -518,32 +580,43 @@ def _logits(step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
     return torch.cat(outputs), torch.cat(gradients)
 
 
-def _matched_rows(
-    found: torch.Tensor, its_gradients: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor
-) -> tuple[torch.Tensor, slice] | None:
-    """Which of `rows` each of `found` is, and which columns of it the gradients have.
+def _joined(
+    ranks: Sequence[tuple[torch.Tensor, torch.Tensor] | None], width: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Logits and their gradients of which each rank has some columns, side by side; None if it has not."""
+    parts = [one for one in ranks if one is not None]
+    if len(parts) < max(len(ranks), 2) or len({len(rows) for rows, _ in parts}) > 1:
+        return None
+    if sum(rows.shape[1] for rows, _ in parts) != width:
+        return None
+    return torch.cat([rows for rows, _ in parts], 1), torch.cat([gradients for _, gradients in parts], 1)
 
-    Outputs and gradients may be a part of the columns, as those of a split vocabulary. Of equal rows, the one with
-    the same gradient is taken.
+
+def _matched_rows(
+    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, slice] | None:
+    """Which row of `expected` each of `found` is, and which columns of it its gradients have.
+
+    Both are logits and their gradients; either may be a part of the columns, as those of a split vocabulary. Of rows
+    whose logits are the same, such as those of one token in several places, it is the one whose gradient is most alike.
     """
-    near = None
-    for columns in _columns(found.shape[1], rows.shape[1]):
-        part = rows[:, columns]
-        apart = torch.cdist(found, part) <= _CLOSE * part.norm(dim=1).max().clamp_min(1e-30)
-        if bool(apart.any(1).all()):
-            near, own = apart, columns
+    (logits, gradients), (all_logits, all_gradients) = found, expected
+    near, own = None, slice(None)
+    for own in _columns(logits.shape[1], all_logits.shape[1]):
+        part = all_logits[:, own]
+        within = torch.cdist(logits, part) <= _CLOSE * part.norm(dim=1).max().clamp_min(1e-30)
+        if bool(within.any(1).all()):
+            near = within
             break
     if near is None:
         return None
-    widths = [own] if its_gradients.shape[1] == found.shape[1] else _columns(its_gradients.shape[1], rows.shape[1])
-    directions = nn.functional.normalize(its_gradients, dim=1)
+    widths = [own] if gradients.shape == logits.shape else _columns(gradients.shape[1], all_logits.shape[1])
     best: tuple[float, torch.Tensor, slice] | None = None
     for columns in widths:
-        alike = directions @ nn.functional.normalize(gradients[:, columns], dim=1).T
-        nearest_rows = alike.masked_fill(~near, -2.0).max(1)
-        score = float(nearest_rows.values.mean())
+        alike = _alike(gradients, all_gradients[:, columns]).masked_fill(~near, -float("inf")).max(1)
+        score = float(alike.values.mean())
         if best is None or score > best[0]:
-            best = (score, nearest_rows.indices, columns)
+            best = (score, alike.indices, columns)
     return None if best is None else best[1:]
 
 
@@ -551,6 +624,13 @@ def _columns(width: int, full: int) -> list[slice]:
     if not 0 < width <= full:
         return []
     return [slice(begin, begin + width) for begin in range(0, full - width + 1, width)]
+
+
+def _alike(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The cosine of each row with each of `others`; for a row of zeros, the shorter the more alike."""
+    alike = nn.functional.normalize(rows, dim=1) @ nn.functional.normalize(others, dim=1).T
+    length = rows.norm(dim=1)
+    return torch.where((length <= 1e-6 * length.max())[:, None], -others.norm(dim=1), alike)
 
 
 def _last(step: Step) -> str | None:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from tensorshard.torch_private.optimizers import TOTAL_NORM, clip_grad
+from tensorshard.torch_private.optimizers import watched_clipping
+from tensorshard.torch_private.pipelining import while_stages_prepare
 from tensorshard.torch_private.pytree import tree_leaves
 
 Tensors = dict[str, torch.Tensor]
@@ -177,25 +178,28 @@ class TorchSource:
     @contextmanager
     def watched(self, step: Step) -> Iterator[None]:
         taken: list[float] = []
+        is_idle = [False]  # whether they were taken before an update that updates nothing
 
-        def note() -> None:
-            if not taken:
+        def note(idle: bool = False) -> None:
+            if not taken or is_idle[0]:
                 step.gradients = self.gradients()
-                taken.append(_length(step.gradients))
+                taken[:] = [_length(step.gradients)]
+                is_idle[0] = idle
 
         def note_clipping(norm: Any) -> None:
+            note()
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             step.norm = _as_number(norm)
 
         def before_update(optimizer: Optimizer, *_: Any) -> None:
             if not any(optimizer is one for one in self._optimizers):
                 self._optimizers.append(optimizer)
-            was_noted = bool(taken)
-            note()
+            was_noted = bool(taken) and not is_idle[0]
+            note(idle=_updates_nothing(optimizer))
             if was_noted and step.clipped is None:
                 step.clipped = _length(self.gradients()) / taken[0] if taken[0] else 1.0
 
-        with _watched_clipping(note, note_clipping), _watched_deepspeed(self._model, note):
+        with watched_clipping(note_clipping), _watched_deepspeed(self._model, note):
             handle = register_optimizer_step_pre_hook(before_update)
             try:
                 yield
@@ -261,22 +265,9 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return parameter.grad
 
 
-@contextmanager
-def _watched_clipping(before: Callable[[], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, ``clip_grad_norm_`` calls `before`, and `after` with the norm."""
-    total_norm = getattr(clip_grad, TOTAL_NORM)
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        before()
-        norm = total_norm(*args, **kwargs)
-        after(norm)
-        return norm
-
-    setattr(clip_grad, TOTAL_NORM, noting)
-    try:
-        yield
-    finally:
-        setattr(clip_grad, TOTAL_NORM, total_norm)
+def _updates_nothing(optimizer: Optimizer) -> bool:
+    """Whether the next update only makes the optimizer's states, as code that reads checkpoints has it do."""
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 @contextmanager
@@ -305,10 +296,11 @@ def _recorded_calls(model: nn.Module, step: Step, rename: Callable[[str], str]) 
     """Inside, the calls of the modules of `model` are written to `step`."""
     handles = []
     room = [_MOST_RECORDED]
+    pauses: list[None] = []
 
     def watch(name: str, module: nn.Module) -> None:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if room[0] <= 0:
+            if room[0] <= 0 or pauses:
                 return
             given = [_local(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             inputs = [_copy(one) for one in given if one is not None]
@@ -343,7 +335,8 @@ def _recorded_calls(model: nn.Module, step: Step, rename: Callable[[str], str]) 
             if raw:
                 raise
     try:
-        yield
+        with while_stages_prepare(pauses):
+            yield
     finally:
         for handle in handles:
             handle.remove()
