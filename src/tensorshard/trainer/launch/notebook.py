@@ -80,9 +80,15 @@ def notebook_launch(
         raise TypeError(f"args is {args!r}; it must be the function's arguments, such as ({args!r},)")
     args = tuple(args)
     _check(function, ranks, args, timeout)
-    import_module("tensorshard.parallelize.parallelize")  # once here, rather than once in each rank
+    _import_what_ranks_use()
     with _scratch() as folder:
         return _Ranks(function, args, ranks, folder).results(timeout)
+
+
+def _import_what_ranks_use() -> None:
+    """Imports, once here rather than once in each rank, what takes seconds."""
+    import_module("tensorshard.parallelize.parallelize")
+    torch.optim.SGD([torch.zeros(())], lr=0.0)  # the first optimizer imports torch's compiler
 
 
 def _check(function: Any, ranks: Any, args: tuple[Any, ...], timeout: Any) -> None:
