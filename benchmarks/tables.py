@@ -14,6 +14,7 @@ from benchmarks.harness.page_blocks import MarkerError, replace_block
 from benchmarks.harness.report import format_value
 from benchmarks.harness.results import RESULTS, Quantity, Results, Row, load_results
 from benchmarks.registry import Suite
+from benchmarks.suites.museum import write_document as write_exactness
 
 README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "docs" / "benchmarks.md"
@@ -135,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     README.write_text(replace_figures(README.read_text(), results))
     print(f"{README.name}: {len(PICKED)} rows of figures")
     print(f"{write_document().name}: written from the results of the models")
+    print(f"{write_exactness().name}: written from the results of the museum")
     return 0
 
 

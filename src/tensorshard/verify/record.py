@@ -28,7 +28,7 @@ class Call:
     Attributes:
         module: its name in the model; "" for the model itself.
         kind: its class's name.
-        inputs: its floating-point tensors; for the model itself those of integers, too.
+        inputs: the tensors that it was given.
         output: its largest floating-point tensor, None if it has none.
         gradient: of the loss by `output`, None if there was none.
     """
@@ -311,7 +311,7 @@ def _recorded_calls(model: nn.Module, step: Step, rename: Callable[[str], str]) 
             if room[0] <= 0:
                 return
             given = [_local(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            inputs = [_copy(one) for one in given if one is not None and (one.is_floating_point() or not name)]
+            inputs = [_copy(one) for one in given if one is not None]
             main = max(
                 (
                     leaf
@@ -337,7 +337,11 @@ def _recorded_calls(model: nn.Module, step: Step, rename: Callable[[str], str]) 
         handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     for raw, module in model.named_modules():
-        watch(rename(raw), module)
+        try:
+            watch(rename(raw), module)
+        except RuntimeError:  # a stage of a pipeline does not see what the whole model returns
+            if raw:
+                raise
     try:
         yield
     finally:

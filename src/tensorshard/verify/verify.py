@@ -22,6 +22,7 @@ from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.parallelize.checks import check_arguments
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import AXES, Plan
+from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 from tensorshard.trainer.launch.launch_errors import RankFailedError
 from tensorshard.trainer.launch.notebook import notebook_launch
@@ -96,6 +97,7 @@ def verify(
     begin = time.monotonic()
     size = fewest_ranks(plan) if world_size is None else world_size
     resolved = plan.resolve(size)
+    FakeTensorMode()  # imports torch's compiler, here rather than in each process
     with tempfile.TemporaryDirectory(prefix="tensorshard-verify-") as folder:
         case = _Case(model, resolved, inputs, targets, optimizer, loss_fn, steps, seed, size, Path(folder) / "state")
         case, notes = _smaller(case)
