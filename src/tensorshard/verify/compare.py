@@ -174,7 +174,7 @@ def _differences(
 
 
 def _as_they_were_read(expected: Step, found: Step) -> Tensors:
-    """The gradients of the reference; clipped, where a rank clips in a way of its own, before its gradients are read."""
+    """The gradients of the reference; clipped, where a rank clips in a way of its own before its gradients are read."""
     if expected.clipped is None or found.norm is not None or found.gradients.keys() != expected.gradients.keys():
         return expected.gradients
     length, whole = _length(found.gradients), _length(expected.gradients)

@@ -523,8 +523,8 @@ def _matched_rows(
 ) -> tuple[torch.Tensor, slice] | None:
     """Which of `rows` each of `found` is, and which columns of it the gradients have.
 
-    Outputs and gradients may be a part of the columns, as those of a vocabulary that ranks share. Of equal rows, the one
-    with the same gradient is taken.
+    Outputs and gradients may be a part of the columns, as those of a vocabulary that ranks share. Of equal rows, such
+    as those of a first token that all samples have, the one with the same gradient is taken, or with none for none.
     """
     near = None
     for columns in _columns(found.shape[1], rows.shape[1]):
@@ -540,11 +540,18 @@ def _matched_rows(
     best: tuple[float, torch.Tensor, slice] | None = None
     for columns in widths:
         alike = directions @ nn.functional.normalize(gradients[:, columns], dim=1).T
+        alike[_are_silent(its_gradients)[:, None] & _are_silent(gradients)] = 1.0
         nearest_rows = alike.masked_fill(~near, -2.0).max(1)
         score = float(nearest_rows.values.mean())
         if best is None or score > best[0]:
             best = (score, nearest_rows.indices, columns)
     return None if best is None else best[1:]
+
+
+def _are_silent(gradients: torch.Tensor) -> torch.Tensor:
+    """Which rows have no part in the loss."""
+    length = gradients.norm(dim=1)
+    return length <= 1e-6 * length.max()
 
 
 def _columns(width: int, full: int) -> list[slice]:
