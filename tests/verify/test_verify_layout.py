@@ -77,6 +77,46 @@ def test_wrong_layouts(wrap, fault, kind):
     assert found.culprit is not None and found.culprit.kind == kind, found.describe()
 
 
+def _padded(ranks_count_for_themselves: bool = False) -> Layout:
+    """Samples that begin with the same token, and of whose targets some are ignored."""
+
+    def build() -> tuple[nn.Module, Callable[[int], Any]]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8))
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        whole = DistributedDataParallel(model) if size > 1 else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(number: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(number)
+            tokens = torch.randint(0, 8, (4, 6), generator=generator)
+            tokens[:, 0] = 1
+            targets = tokens.roll(-1, 1)
+            targets[0, 2:] = targets[1] = targets[2, :3] = -100  # the first two samples count less than the others
+            own = slice(rank * 4 // size, (rank + 1) * 4 // size)
+            count = (targets != -100).sum() / size
+            if ranks_count_for_themselves:
+                count = (targets[own] != -100).sum()
+            logits = whole(tokens[own]).flatten(0, 1)
+            loss = F.cross_entropy(logits, targets[own].flatten(), reduction="sum") / count
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return model, step
+
+    return build
+
+
+def test_counts_of_samples_that_begin_alike():
+    found = ts.verify_layout(_padded(), _padded(ranks_count_for_themselves=True), ranks=2)
+
+    assert not found
+    assert found.culprit is not None and found.culprit.kind == "counts", found.describe()
+    assert ts.verify_layout(_padded(), _padded(), ranks=2)
+
+
 def _halves() -> Layout:
     """A layer whose columns two ranks share, written by hand."""
 

@@ -629,8 +629,9 @@ def _columns(width: int, full: int) -> list[slice]:
 def _alike(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """The cosine of each row with each of `others`; for a row of zeros, the shorter the more alike."""
     alike = nn.functional.normalize(rows, dim=1) @ nn.functional.normalize(others, dim=1).T
-    length = rows.norm(dim=1)
-    return torch.where((length <= 1e-6 * length.max())[:, None], -others.norm(dim=1), alike)
+    length, other = rows.norm(dim=1), others.norm(dim=1)
+    silent = length <= 1e-6 * length.max()
+    return torch.where(silent[:, None], -other / other.max().clamp_min(1e-30), alike)
 
 
 def _last(step: Step) -> str | None:
