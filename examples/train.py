@@ -16,3 +16,4 @@ for inputs, targets in engine.loader(StdlibText("train", 128), batch_size=16):
         print(f"step {engine.step_count}: loss {loss:.4f}")
     if engine.step_count == 100:
         break
+engine.save("checkpoints/last", overwrite=True)  # any other plan can go on from here

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tensorshard.predict.search.find_plans import find_plans
     from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
     from tensorshard.trainer.launch.notebook import notebook_launch
+    from tensorshard.verify.layouts import verify_layout
+    from tensorshard.verify.verification import Verification
+    from tensorshard.verify.verify import verify
     from tensorshard.weights.files import from_pretrained
 
 __version__ = "0.1.0"
@@ -35,6 +38,7 @@ __all__ = [
     "Offload",
     "Plan",
     "PlanSearch",
+    "Verification",
     "collect_state_dict",
     "distributed",
     "estimate",
@@ -56,6 +60,8 @@ __all__ = [
     "sharded_state_dict",
     "slice",
     "utils",
+    "verify",
+    "verify_layout",
 ]
 
 # Where each name comes from on its first use, so that `import tensorshard` costs little more than nothing.
@@ -65,6 +71,7 @@ _MODULES = {
     "FoundPlan": "tensorshard.predict.search",
     "Mesh": "tensorshard.plan.mesh",
     "PlanSearch": "tensorshard.predict.search",
+    "Verification": "tensorshard.verify.verification",
     "collect_state_dict": "tensorshard.compat.state",
     "estimate": "tensorshard.predict",
     "find_plans": "tensorshard.predict.search",
@@ -84,6 +91,8 @@ _MODULES = {
     "save_group_sharded_model": "tensorshard.compat.group_sharded",
     "sharded_state_dict": "tensorshard.compat.state",
     "slice": "tensorshard.compat.state",
+    "verify": "tensorshard.verify.verify",
+    "verify_layout": "tensorshard.verify.layouts",
 }
 _SUBMODULES = ("distributed", "nn", "utils")
 

@@ -155,5 +155,19 @@ class CheckpointWeights(WeightFile):
         return self._layouts[name]
 
 
+def read_tensors(directory: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of the checkpoint `directory` whose keys begin with `prefix`, whole, by the rest of their keys."""
+    stored = read_metadata(directory).state_dict_metadata
+    room = {
+        key: torch.empty_like(_on_meta(entry), device="cpu")
+        for key, entry in stored.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    if room:
+        with reading_in_one_process():
+            dcp.load(dict(room), storage_reader=SafeReader(directory), no_dist=True)
+    return {key.removeprefix(prefix): value for key, value in room.items()}
+
+
 def _on_meta(entry: Any) -> torch.Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")

@@ -1,0 +1,489 @@
+"""``verify``: a model under a plan on CPU processes, compared with plain PyTorch in one process."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.loss import sum_and_count
+from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
+from tensorshard.model.batches import batch_size, call_model, split_into
+from tensorshard.model.copies import copy_module
+from tensorshard.model.trains_itself import TrainsItself
+from tensorshard.parallelize.checks import check_arguments
+from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.plan.plan import AXES, Plan
+from tensorshard.torch_private.pytree import tree_leaves, tree_map
+from tensorshard.trainer.launch.launch_errors import RankFailedError
+from tensorshard.trainer.launch.notebook import notebook_launch
+from tensorshard.verify.compare import Comparison, compare
+from tensorshard.verify.culprit import Culprit, find_culprit, with_axis
+from tensorshard.verify.layouts import disturb
+from tensorshard.verify.record import Record, Step, Tensors, TorchSource, record
+from tensorshard.verify.verification import Part, Verification, versions
+from tensorshard.weights.files.checkpoint_files import read_tensors
+
+_TIMEOUT = 300.0  # seconds that one layout may take
+_IN_16_BITS = 5e-2  # how far 16 bits may be apart, of what a step has changed
+# Fields that mean something only with another one, with which they are tried.
+_WITH = {
+    "sequence_parallel": "tp", "tp_plan": "tp", "tp_check": "tp",
+    "pp_schedule": "pp", "pp_split": "pp", "pp_units": "pp", "pp_stages_per_rank": "pp", "shard_units": "zero",
+}  # fmt: skip
+
+
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    inputs: Any,
+    targets: Any,
+    optimizer: OptimizerFactory,
+    loss_fn: LossFunction,
+    world_size: int | None = None,
+    steps: int = 3,
+    seed: int = 0,
+) -> Verification:
+    """Does `plan` compute what one device would? Tries it on CPU processes, on a small version of `model`.
+
+    The model has fewer of its equal blocks, and is narrower if it is one of transformers; the batch is smaller. What
+    was changed is said in ``notes``. Compared with plain PyTorch in one process are the loss, every gradient before
+    clipping, the gradient's norm, every weight, buffer and optimizer state after each step, and in the end the loss and
+    the output in evaluation mode. Where fp32 leaves a doubt, it is decided in fp64.
+
+    Args:
+        model: as for :func:`tensorshard.parallelize`. It is not changed.
+        plan: what is tried. Its precision is that of the reference, too.
+        inputs: as for :meth:`Engine.step`: one batch of samples of any number.
+        targets: of these samples.
+        optimizer: as for :func:`tensorshard.parallelize`.
+        loss_fn: as for :func:`tensorshard.parallelize`.
+        world_size: how many processes; None for the fewest that the plan can have with two data ranks or more, where it
+            does not say how many these are.
+        steps: how many steps.
+        seed: of the initial weights.
+
+    Returns:
+        The verdict: true if all agree. ``describe()`` says it in a few lines. Where something differs, ``culprit`` says
+        what went wrong first, and ``parts`` which part of the plan does it.
+
+    Raises:
+        ValueError: the plan cannot have so many processes, or is refused for this model, optimizer or batch.
+        TypeError: an argument is of another kind.
+        RankFailedError: a process failed, or the model itself in one process.
+
+    Examples:
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        >>> build = functools.partial(torch.nn.Linear, 16, 4)
+        >>> batch = dict(inputs=torch.randn(8, 16), targets=torch.randn(8, 4))
+        >>> loss_fn = torch.nn.functional.mse_loss
+        >>> found = ts.verify(build, ts.Plan(zero=3), **batch, optimizer=adamw, loss_fn=loss_fn, world_size=2)
+        >>> bool(found)
+        True
+    """
+    check_arguments(model, plan, optimizer, loss_fn, seed)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is {steps!r}; it must be a number from 1 on")
+    begin = time.monotonic()
+    size = fewest_ranks(plan) if world_size is None else world_size
+    resolved = plan.resolve(size)
+    with tempfile.TemporaryDirectory(prefix="tensorshard-verify-") as folder:
+        case = _Case(model, resolved, inputs, targets, optimizer, loss_fn, steps, seed, size, Path(folder) / "state")
+        case, notes = _smaller(case)
+        trial = _tried(case)
+        if trial.comparison.differences and case.plan.precision == "fp32":
+            trial, notes = _decided_in_fp64(case, trial, notes)
+        parts = [Part(part, True) for part in _parts(case.plan)]
+        culprit = None
+        if trial.comparison.differences:
+            culprit = trial.culprit()
+            axis, parts = _smallest_part(trial.case)
+            culprit = None if culprit is None else with_axis(culprit, axis)
+    facts = {
+        "plan": plan.to_dict(),
+        "world_size": size,
+        "steps": steps,
+        "optimizer": _class_of(optimizer),
+        "shapes": {name: list(value.shape) for name, value in trial.plain.initial.items()},
+        **versions(),
+    }
+    title = _short(case.plan)
+    return Verification(
+        title, trial.comparison, culprit, size, steps, time.monotonic() - begin, facts, parts, tuple(notes)
+    )
+
+
+def fewest_ranks(plan: Plan) -> int:
+    """The fewest processes under which each part of `plan` has something to do."""
+    degrees = [max(1, getattr(plan, axis)) for axis in AXES]
+    known = 1
+    for degree in degrees:
+        known *= degree
+    free = any(getattr(plan, axis) == -1 for axis in AXES)
+    return known * 2 if free else known
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is tried."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    plan: Plan
+    inputs: Any
+    targets: Any
+    optimizer: OptimizerFactory
+    loss_fn: LossFunction
+    steps: int
+    seed: int
+    ranks: int
+    scratch: Path
+    dtype: torch.dtype | None = None
+    watches_modules: bool = False
+
+    def build(self) -> nn.Module:
+        """The model, in this process's memory."""
+        if isinstance(self.model, nn.Module):
+            return copy_module(self.model, {})
+        torch.manual_seed(self.seed)
+        return self.model()
+
+    def batches(self, number: int) -> tuple[Any, Any]:
+        """The global batch of a step: the same samples in another order, so that ranks get others."""
+        samples = batch_size(self.inputs)
+
+        def turned(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.size(0) != samples:
+                return leaf
+            rolled = leaf.roll(number, 0)
+            return rolled.to(self.dtype) if self.dtype is not None and leaf.is_floating_point() else rolled
+
+        return tree_map(turned, self.inputs), tree_map(turned, self.targets)
+
+    def share(self, batch: tuple[Any, Any], rank: int, size: int) -> tuple[Any, Any]:
+        """Every `size`-th sample, from `rank` on."""
+        samples = batch_size(batch[0])
+        return tree_map(
+            lambda leaf: (
+                leaf[rank::size] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == samples else leaf
+            ),
+            batch,
+        )
+
+
+# -- one process --
+
+
+def _alone(case: _Case, data_ranks: int) -> tuple[Record, Record]:
+    """The reference, and once more from weights that differ in their last place."""
+    torch.set_num_threads(1)
+    return _one_process(case, data_ranks, False), _one_process(case, data_ranks, True)
+
+
+def _one_process(case: _Case, data_ranks: int, is_disturbed: bool) -> Record:
+    model = case.build()
+    if case.dtype is not None:
+        model = model.to(case.dtype)
+    if is_disturbed:
+        disturb(model, eps=torch.finfo(torch.bfloat16).eps if case.plan.precision == "bf16" else None)
+    if _needs_engine(case, model):
+        return _by_engine(replace(case, model=model), _plain_plan(case.plan), data_ranks=1)
+    model.train()
+    masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = build_optimizer(case.optimizer, masters)
+    source = TorchSource(model, rename=str)
+
+    def take_step(number: int) -> float:
+        micro = _micro_batches(case, number, data_ranks)
+        results = []
+        for inputs, targets in micro:
+            results.append(_loss(case.loss_fn(call_model(model, inputs), targets), inputs))
+        count = sum(one[1] for one in results)
+        total = torch.stack([one[0] for one in results]).sum() / count
+        total.backward()
+        if case.plan.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(masters.values(), case.plan.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(total.detach())
+
+    made = record(source, model if case.watches_modules else None, take_step, case.steps, str)
+    model.eval()
+    with torch.no_grad():
+        inputs, targets = case.batches(case.steps)
+        output = call_model(model, inputs)
+        total, count = _loss(case.loss_fn(output, targets), inputs)
+        made.others = {"evaluation loss": (total / count).cpu(), **_main_output(output)}
+    return made
+
+
+def _micro_batches(case: _Case, number: int, data_ranks: int) -> Iterator[tuple[Any, Any]]:
+    """The samples of all data ranks' first micro-batches, of their second ones, and so on."""
+    batch = case.batches(number)
+    if case.plan.micro_batches == 1:
+        yield batch
+        return
+    shares = [case.share(batch, rank, data_ranks) for rank in range(data_ranks)]
+    cut = [split_into(inputs, targets, case.plan.micro_batches) for inputs, targets in shares]
+    for parts in zip(*cut, strict=True):
+        yield _joined(list(parts))
+
+
+def _joined(parts: list[Any]) -> Any:
+    return tree_map(
+        lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) and leaves[0].dim() else leaves[0],
+        *parts,
+    )
+
+
+def _loss(result: Any, inputs: Any) -> tuple[torch.Tensor, float]:
+    total, count = sum_and_count(result, torch.device("cpu"), "loss_fn returned", "return")
+    samples = batch_size(inputs)
+    return (total * samples, float(samples)) if count is None else (total, float(count))
+
+
+def _needs_engine(case: _Case, model: nn.Module) -> bool:
+    """Whether plain PyTorch has no such reference: 16 bits with fp32 masters, modules that update themselves."""
+    return case.plan.precision != "fp32" or any(isinstance(module, TrainsItself) for module in model.modules())
+
+
+def _plain_plan(plan: Plan) -> Plan:
+    """The plan of one process with the same numbers."""
+    return Plan(
+        dp_shard=1, zero=0, precision=plan.precision, micro_batches=plan.micro_batches,
+        clip_grad_norm=plan.clip_grad_norm, reduce_dtype=plan.reduce_dtype,
+    )  # fmt: skip
+
+
+# -- under the plan --
+
+
+def _on_rank(case: _Case) -> Record | str:
+    """The record of this rank; a sentence if the plan is refused."""
+    return _by_engine(case, case.plan, data_ranks=None)
+
+
+def _by_engine(case: _Case, plan: Plan, data_ranks: int | None) -> Any:
+    model = case.model
+    if case.dtype is not None and not isinstance(model, nn.Module):
+        model = partial(_built_as, model, case.dtype)
+    elif isinstance(model, nn.Module) and case.dtype is not None:
+        model = model.to(case.dtype)
+    sample, _ = case.batches(0)
+    try:
+        engine = parallelize(
+            model, plan, optimizer=case.optimizer, loss_fn=case.loss_fn, seed=case.seed, device="cpu",
+            sample_inputs=sample,
+        )  # fmt: skip
+    except (ValueError, TypeError) as error:
+        if data_ranks is not None:
+            raise
+        return f"{error}"
+    mesh = engine.mesh
+    rank, size = (mesh.dp_rank, mesh.dp_size) if data_ranks is None else (0, 1)
+    engine.measure_grad_norm = plan.clip_grad_norm is not None
+    watched = engine.model if case.watches_modules and not plan.compile else None
+
+    def take_step(number: int) -> float:
+        return float(engine.step(*case.share(case.batches(number), rank, size)))
+
+    made = record(_EngineSource(engine, case.scratch), watched, take_step, case.steps, str)
+    inputs, targets = case.share(case.batches(case.steps), rank, size)
+    made.others = {"evaluation loss": engine.evaluate(inputs, targets).cpu()}
+    output = _main_output(engine.predict(inputs))
+    made.others.update({name: _whole_batch(engine, value, size) for name, value in output.items()})
+    if mesh.rank:  # what all ranks have in common is compared once
+        made.others = {}
+    return made
+
+
+def _built_as(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    return model().to(dtype)
+
+
+def _whole_batch(engine: Engine, value: torch.Tensor, data_ranks: int) -> torch.Tensor:
+    """The outputs of all data ranks, in the order of the batch."""
+    gathered = engine.gather(value)
+    parts = gathered.tensor_split(data_ranks)
+    order = [parts[i % data_ranks][i // data_ranks] for i in range(len(gathered))]
+    return torch.stack(order).cpu()
+
+
+def _main_output(output: Any) -> Tensors:
+    """The largest floating-point tensor of an output that has a row for each sample."""
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    main = max((leaf for leaf in found if leaf.dim()), key=lambda leaf: leaf.numel(), default=None)
+    return {} if main is None else {"prediction": main.detach().to("cpu", copy=True)}
+
+
+class _EngineSource:
+    """The tensors of an Engine's training."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine = engine
+        self._sharded = engine.sharded
+        self._folder = folder
+
+    def weights(self) -> Tensors:
+        self._engine.wait_for_update()
+        return {name: self._copy(self._sharded.full_value(name)) for name in self._sharded.masters()}
+
+    def buffers(self) -> Tensors:
+        return {name: self._copy(value) for name, value in self._sharded.full_buffers()}
+
+    def gradients(self) -> Tensors:
+        return {}
+
+    def states(self) -> Tensors:
+        self._engine.save(self._folder, overwrite=True)
+        if self._engine.mesh.rank:
+            return {}
+        found = {}
+        for key, value in read_tensors(self._folder, "optimizer.").items():
+            state, _, name = key.partition(".")
+            found[f"{name}/{state}"] = value
+        return found
+
+    @contextmanager
+    def watched(self, step: Step) -> Iterator[None]:
+        handle = self._engine.register_gradient_hook(
+            lambda name, gradient: step.gradients.__setitem__(name, self._whole(name, gradient))
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+        norm = self._engine.grad_norm
+        step.norm = None if norm is None or self._engine.plan.clip_grad_norm is None else float(norm)
+
+    def _whole(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        local = gradient.detach()
+        local = local.full_tensor() if isinstance(local, DTensor) else local
+        return self._copy(self._sharded.split.full(name, local, self._sharded.full_shapes()[name]))
+
+    @staticmethod
+    def _copy(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().to("cpu", copy=True)
+
+
+# -- the whole comparison --
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A case that was tried."""
+
+    case: _Case
+    plain: Record
+    disturbed: Record
+    ranks: list[Record]
+    comparison: Comparison
+    relative: float | None
+
+    def culprit(self) -> Culprit | None:
+        return find_culprit(self.plain, self.disturbed, self.ranks, self.comparison, self.relative)
+
+
+def _tried(case: _Case) -> _Trial:
+    """The case in one process and on ranks, compared.
+
+    Raises:
+        ValueError: the plan is refused.
+    """
+    data_ranks = case.ranks // (case.plan.tp * case.plan.pp * case.plan.cp)
+    plain, disturbed = notebook_launch(partial(_alone, case, data_ranks), ranks=1, timeout=_TIMEOUT)[0]
+    found = notebook_launch(partial(_on_rank, case), ranks=case.ranks, timeout=_TIMEOUT)
+    refusal = next((one for one in found if isinstance(one, str)), None)
+    if refusal is not None:
+        raise ValueError(refusal)
+    in_16_bits = case.plan.precision != "fp32"
+    relative = _IN_16_BITS if in_16_bits else None
+    comparison = compare(plain, disturbed, found, relative, **({"noise": 3.0} if in_16_bits else {}))
+    return _Trial(case, plain, disturbed, found, comparison, relative)
+
+
+def _decided_in_fp64(case: _Case, trial: _Trial, notes: list[str]) -> tuple[_Trial, list[str]]:
+    """The same in fp64, with the modules' calls; what was tried before, if the model does not compute in fp64."""
+    try:
+        again = _tried(replace(case, dtype=torch.float64, watches_modules=True))
+    except (ValueError, RankFailedError):
+        return _tried(replace(case, watches_modules=True)), [*notes, "compared in fp32: the model does not run in fp64"]
+    return again, [*notes, "decided in fp64, as rounding in fp32 left a doubt"]
+
+
+def _parts(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The parts of a plan, by their names for people: what each adds to one process."""
+    plain = Plan(dp_shard=1, zero=0)
+    data_ranks = plan.dp_replicate * plan.dp_shard
+    found: dict[str, dict[str, Any]] = {}
+    if data_ranks > 1:
+        ranks = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
+        found[f"zero={plan.zero}, {_shape(plan)} data ranks"] = {**ranks, "zero": plan.zero}
+    for field in fields(Plan):
+        value = getattr(plan, field.name)
+        if field.name in ("dp_replicate", "dp_shard", "zero", "precision", "reduce_dtype", *_WITH) or value == getattr(
+            plain, field.name
+        ):
+            continue
+        with_it = {name: getattr(plan, name) for name, axis in _WITH.items() if axis == field.name}
+        found[f"{field.name}={value}"] = {field.name: value, **with_it}
+    return found
+
+
+def _shape(plan: Plan) -> str:
+    return f"{plan.dp_replicate} x {plan.dp_shard}" if plan.dp_replicate > 1 else f"{plan.dp_shard}"
+
+
+def _smallest_part(case: _Case) -> tuple[str, list[Part]]:
+    """Takes parts of the plan away, one by one, as long as what is left still fails."""
+    parts = _parts(case.plan)
+    kept = dict(parts)
+    found = []
+    for name in parts:
+        if len(kept) < 2:
+            break
+        rest = {other: values for other, values in kept.items() if other != name}
+        is_exact = _is_exact(case, rest)
+        if is_exact is None:  # it means nothing without the part
+            continue
+        found.append(Part(f"without {name}", is_exact))
+        if not is_exact:
+            kept = rest
+    return " ".join(kept), found
+
+
+def _is_exact(case: _Case, parts: dict[str, dict[str, Any]]) -> bool | None:
+    """Whether a plan of some parts is exact; None if there is no such plan."""
+    values: dict[str, Any] = {"dp_shard": 1, "zero": 0}
+    for part in parts.values():
+        values.update(part)
+    try:
+        plan = Plan(**values, precision=case.plan.precision, reduce_dtype=case.plan.reduce_dtype)
+        size = fewest_ranks(plan)
+        return not _tried(
+            replace(case, plan=plan.resolve(size), ranks=size, watches_modules=False)
+        ).comparison.differences
+    except (ValueError, RankFailedError):
+        return None
+
+
+def _smaller(case: _Case) -> tuple[_Case, list[str]]:
+    """The case with a smaller model and batch, and what was made smaller."""
+    return case, []
+
+
+def _short(plan: Plan) -> str:
+    return "Plan(" + ", ".join(_parts(plan)) + ")"
+
+
+def _class_of(optimizer: Any) -> str:
+    made = getattr(optimizer, "func", optimizer)
+    return getattr(made, "__qualname__", type(made).__name__)
