@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,21 @@ def test_rank_0_writes_it_and_the_others_a_line(ranks):
     assert f'File "{Path(__file__)}"' in lines[0] and len(lines) == 3
     assert "multiply to 7" in lines[1] and "torchrun --nproc-per-node 7" in lines[1] and FULL in lines[2]
     assert second == "ValueError, as on rank 0\n"
+
+
+def test_the_launcher_reports_one_cause(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import tensorshard as ts, torch\nts.parallelize(torch.nn.Linear(2, 2), ts.Plan(tp=7), "
+        "optimizer=torch.optim.AdamW, loss_fn=torch.nn.functional.mse_loss)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(script)]
+    environment = {name: value for name, value in os.environ.items() if name != FULL}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert run.returncode == 1
+    report = run.stderr[run.stderr.rindex("Failures:") :].splitlines()
+    assert report[1].strip() == "<NO_OTHER_FAILURES>" and len(report) == 12
+    assert "ValueError: dp_shard=-1" in report[-2] and "--nproc-per-node 7" in report[-2]
 
 
 def _other_error() -> Exception:

@@ -200,6 +200,29 @@ def test_saving_overwrites_no_part(ranks, tmp_path):
         assert files == ["optimizer.pt"]
 
 
+def _overwritten(folder: str) -> list[tuple[list[str], int]]:
+    model = Regular()
+    optimizer = _optimizer(model)
+    ts.group_sharded_parallel(model, optimizer, "os")
+    ts.save_group_sharded_model(model, folder, optimizer)
+    if dist.get_rank() == 0:
+        Path(folder, "notes.txt").touch()
+    found = []
+    for kept in (optimizer, None):
+        _train(model, optimizer, dist.get_rank(), 2, first=len(found))
+        ts.save_group_sharded_model(model, folder, kept, overwrite=True)
+        calls = torch.load(Path(folder, "model.pt"))["calls"]
+        found.append((sorted(path.name for path in Path(folder).iterdir()), int(calls) - int(model.calls)))
+        dist.barrier()
+    return found
+
+
+def test_saving_replaces_older_files_where_it_is_asked_to(ranks, tmp_path):
+    for found in ranks(2, _overwritten, str(tmp_path / "out")):
+        assert found == [(["model.pt", "notes.txt", "optimizer.pt"], 0), (["model.pt", "notes.txt"], 0)]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def _stepped() -> dict[str, Any]:
     model = Regular()
     optimizer = _optimizer(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tensorshard.config import ConfigError
 from tensorshard.engine.engine import NonFiniteLossError
 from tensorshard.trainer import (
     CheckpointHook,
@@ -250,6 +251,15 @@ def test_checkpoints_are_saved_now_and_then_and_at_the_end_and_the_newest_are_ke
     assert directory.checkpoint_steps() == [6, 7]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
     assert engine.saved["step-6"] == {"samples_consumed": 18, "hooks": {}}
+
+
+def test_training_does_not_begin_before_later_checkpoints(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    _trainer([CheckpointHook(directory, every=2)], engine=CountingEngine(), max_steps=4).fit()
+    other = CountingEngine()
+    with pytest.raises(ConfigError, match=r"after step 0, but .* later checkpoints \(steps 2, 4\)"):
+        _trainer([CheckpointHook(directory, every=2)], engine=other, max_steps=4).fit()
+    assert not other.saved and other.step_count == 0
 
 
 class _Scores(Hook):

@@ -11,7 +11,7 @@ from tensorshard.config import ConfigError, load_config
 from tensorshard.trainer.report import resume_command
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
-from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
+from tensorshard.trainer.start import Start, find_start, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -125,13 +125,6 @@ def test_a_run_that_was_made_in_python_is_continued_by_its_own_config() -> None:
     config = OmegaConf.create({"model": {"_target_": "mine.nets.Net"}, "loss": {"_target_": "torch.nn.MSELoss"}})
     words = "'runs/my run/config.yaml' --allow mine --output 'runs/my run' --resume"
     assert resume_command(config, directory) == f"tensorshard train {words}"
-
-
-def test_later_checkpoints_are_not_overwritten() -> None:
-    directory = _past_run("runs/quickstart-1", 5, 10)
-    check_not_ahead(directory, 10)
-    with pytest.raises(ConfigError, match=r"at step 5, but .* later ones \(steps 10\)"):
-        check_not_ahead(directory, 5)
 
 
 def test_settings_come_from_the_config() -> None:

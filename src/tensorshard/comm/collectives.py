@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.common.never_compiled import never_compiled
 from tensorshard.torch_private.process_groups import backend_name, group_timeout
 from tensorshard.torch_private.tensors import storage_address
 
@@ -164,6 +165,7 @@ def finish_unasked(work: dist.Work) -> None:
         logger.warning("a collective that was begun and not waited for: %s", error)
 
 
+@never_compiled  # torch 2.13 cannot look into process groups
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether tensors on `device` travel through Gloo in `group`, and may do so as sends and receives.
 

@@ -4,9 +4,12 @@ All ranks meet such an error at the same place. Their tracebacks through this pa
 sentence does not say.
 """
 
+import json
 import os
+import signal
 import sys
 import sysconfig
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -29,6 +32,7 @@ _LIBRARIES = (_PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("st
 _REFUSALS = (ValueError, TypeError, RuntimeError)
 _KEY = "tensorshard/refusal"
 _PATIENCE_SECONDS = 2.0
+_AGENT_SECONDS = 20.0  # the first process runs its exit handlers before it ends
 _CHARACTERS = 150
 
 
@@ -49,23 +53,32 @@ def sentence(error: BaseException) -> str:
 @cache
 def report_refusals_once() -> None:
     """If a refusal ends this process, one of several: rank 0 writes it with the line of the user's code, and the others
-    write a line."""
+    write a line.
+
+    It is also the root cause in torchrun's report, which comes last and would otherwise say nothing of it. That report
+    has seven lines for each failed process, so the others let torchrun end them, which is no failure of their own.
+    """
     usual = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
         if FULL in os.environ or not is_refusal(error):
             return usual(kind, error, traceback)
-        rank, text = int(os.environ["RANK"]), f"{kind.__name__}: {sentence(error)}"
+        rank, said = int(os.environ["RANK"]), f"{kind.__name__}: {sentence(error)}"
+        is_cause = rank == 0 or os.environ.get("LOCAL_RANK") == "0"  # each machine's torchrun reports its own
         if rank == 0:
-            text = f"{_users_line(error)}{text}\n({FULL}=1 shows the whole traceback)"
+            text = f"{_users_line(error)}{said}\n({FULL}=1 shows the whole traceback)"
             _tell_others(error)
         elif _is_said_by_first(error):
             text = f"{kind.__name__}, as on rank 0"
+        elif dist.is_initialized():
+            text, is_cause = f"{_users_line(error)}{said}", True
         else:
-            text = f"{_users_line(error)}{text}" if dist.is_initialized() else f"{text[:_CHARACTERS]} ..."
+            text = f"{said[:_CHARACTERS]} ..."
         print(text, file=sys.stderr, flush=True)
+        if is_cause:
+            _tell_agent(said)
         if rank:
-            time.sleep(_PATIENCE_SECONDS / 2)  # the launcher ends the others when the first one ends
+            _wait_for_agent(is_cause)
         return None
 
     sys.excepthook = report
@@ -75,6 +88,23 @@ def _tell_others(error: BaseException) -> None:
     if dist.is_initialized():
         with suppress(RuntimeError):
             default_store().set(_KEY, str(error))
+
+
+def _tell_agent(said: str) -> None:
+    """Leaves what was said where torchrun looks for the cause of a failure, in its own format."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and Path(file).parent.is_dir():
+        cause = {"py_callstack": said, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": cause}}))
+
+
+def _wait_for_agent(is_cause: bool) -> None:
+    """Gives the launcher time to end this process, as it does when the first one has ended."""
+    seconds = _PATIENCE_SECONDS / 2
+    if not is_cause and "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        seconds = _AGENT_SECONDS
+    time.sleep(seconds)
 
 
 def _is_said_by_first(error: BaseException) -> bool:

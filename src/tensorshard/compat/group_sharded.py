@@ -5,6 +5,7 @@ averaged over the group. :func:`tensorshard.parallelize` offers more; this is fo
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tensorshard.comm.marks import ParallelMark, get_mark
 from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
+from tensorshard.common.folders import WholeFolder, recover
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.model.trains_itself import self_training
@@ -35,6 +37,7 @@ from tensorshard.torch_private.optimizers import set_unscaling
 from tensorshard.weights.initial import from_module
 
 _ATTRIBUTE = "_tensorshard_layout"
+_FILES = ("model.pt", "optimizer.pt")
 
 
 @dataclass(frozen=True)
@@ -140,16 +143,24 @@ def group_sharded_parallel(
 
 
 def save_group_sharded_model(
-    model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    output: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Writes full weights to ``output/model.pt`` and, if given, the optimizer's full state to ``optimizer.pt``.
 
     The names are those of the original model, so it reads them with ``load_state_dict(torch.load(...))``. The
     optimizer's state has the same names. Every rank of the group calls this; its first rank writes.
 
+    Args:
+        overwrite: whether older files are replaced, both at once, when the new ones are complete. An older
+            ``optimizer.pt`` goes, too, if `optimizer` is None. Other files in the folder stay.
+
     Raises:
         ValueError: the model did not come from :func:`group_sharded_parallel`.
-        FileExistsError: a file is there already; nothing is overwritten.
+        FileExistsError: a file is there already, and `overwrite` is false.
 
     Examples:
         >>> model = torch.nn.Linear(16, 4)
@@ -165,11 +176,12 @@ def save_group_sharded_model(
         raise ValueError("the model did not come from group_sharded_parallel, so there is nothing sharded to save")
     writes = layout.mesh.rank == 0
     folder = Path(output)
-    files = [folder / "model.pt"] + ([folder / "optimizer.pt"] if optimizer is not None else [])
-    existing = decide_once(lambda: [str(file) for file in files if file.exists()], layout.mesh.world_group)
-    if existing:
+    names = _FILES if optimizer is not None else _FILES[:1]
+    existing = decide_once(lambda: _existing(folder, _FILES if overwrite else names), layout.mesh.world_group)
+    if existing and not overwrite:
         raise FileExistsError(
-            f"{' and '.join(existing)} would be overwritten; nothing was written: give another output folder"
+            f"{' and '.join(existing)} would be overwritten; nothing was written: give another output folder, or "
+            f"overwrite=True, which replaces them once the new ones are complete"
         )
     state = layout.sharded.full_state_dict(keep=writes)
     states = [state] if optimizer is None else [state, _whole_optimizer_state(layout.sharded, optimizer, layout.split)]
@@ -179,13 +191,25 @@ def save_group_sharded_model(
         state.update({name: _whole(state[name], mark).cpu() for name, mark in layout.split.items() if name in state})
         writes = all(group.rank() == 0 for group in _groups_of(layout.split))
     if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, content in zip(files, states, strict=True):
-            temporary = file.with_name(f".{file.name}.saving")
-            torch.save(content, temporary)
-            temporary.rename(file)
+        if existing:
+            whole = WholeFolder(folder, _FILES, needed=len(_FILES), kind="of a group-sharded model", overwrite=True)
+            target = whole.begin()
+            for name, content in zip(names, states, strict=True):
+                torch.save(content, target / name)
+            whole.finish()
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in zip(names, states, strict=True):
+                temporary = folder / f".{name}.saving"
+                torch.save(content, temporary)
+                temporary.rename(folder / name)
     for process_group in (*_groups_of(layout.split), layout.mesh.world_group):
         dist.barrier(process_group)
+
+
+def _existing(folder: Path, names: Sequence[str]) -> list[str]:
+    recover(folder)
+    return [str(folder / name) for name in names if (folder / name).exists()]
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:

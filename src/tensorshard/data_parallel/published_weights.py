@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from tensorshard.comm.collectives import all_gather_into
+from tensorshard.common.never_compiled import never_compiled
 from tensorshard.data_parallel.buckets import Bucket, Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
@@ -121,6 +122,7 @@ class PublishedWeights:
             assert work is not None
             bucket.gathering.append((work, (members, all_parts)))
 
+    @never_compiled
     @torch.no_grad()
     def wait(self, bucket: Bucket) -> None:
         """Waits until the parameters of `bucket` have arrived from all ranks."""

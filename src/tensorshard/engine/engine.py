@@ -309,7 +309,8 @@ class Engine(LoopMethods, StateMethods):
             found = engine.evaluate(loader, metrics={"accuracy": ..., "confusion": ...})
 
         Each sample counts once, on any number of ranks: take ``engine.loader(dataset, batch_size, shuffle=False)``.
-        Every rank calls it. For `metrics`, each rank gets the outputs and targets of all data ranks.
+        Every rank calls it. For `metrics`, each rank gets the outputs and targets of all data ranks, so that it holds
+        those of one whole batch at a time.
 
         Args:
             inputs: this data rank's inputs, as for :meth:`step`; or a loader of batches ``(inputs, targets)``, without

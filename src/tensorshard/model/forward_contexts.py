@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from tensorshard.common.never_compiled import never_compiled
 from tensorshard.model.forwards import Role, roles_of
 from tensorshard.torch_private.modules import move_hooks_outward
 
@@ -54,6 +55,8 @@ class RootRole(IntEnum):
     """Weights that a state dict has loaded are copied to what forwards compute with."""
     WHOLE_PARAMETERS = auto()
     """All code further in gets parts of parameters that are split over tensor-parallel ranks."""
+    RECORDING = auto()
+    """Code that would record the forward of a part of the model is refused."""
 
 
 def hook_root(
@@ -91,7 +94,7 @@ def surround_root(model: nn.Module, role: RootRole, context: Callable[[], Abstra
 
 
 def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return hook if isinstance(hook, FunctionType) else as_hook(hook)
+    return never_compiled(hook if isinstance(hook, FunctionType) else as_hook(hook))
 
 
 def as_hook(method: Callable[..., Any]) -> Callable[..., Any]:

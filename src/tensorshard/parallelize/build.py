@@ -242,7 +242,7 @@ def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Par
     sharded.protect()
     share_host_random_state(engine.mesh)
     mark_parallelized([source.module, sharded.model], "tensorshard.parallelize")
-    refuse_other_uses(sharded.model)
+    refuse_other_uses(sharded.model, engine.plan)
     mark_replaced(users_parameters)
     refuse_old_parameters(source)
 

@@ -7,17 +7,23 @@ global variable, an attribute of a class, or an iterator may refer to an old one
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
+from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.watched_parameters import METADATA, Watch, watch
+from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.compilation import is_called_by_compiled_code
 from tensorshard.torch_private.modules import MODULE_CALLS
 from tensorshard.torch_private.process_groups import refuse_wrappers
 from tensorshard.weights.files.export import own_class
 from tensorshard.weights.initial import HeldTensors, TensorSource
 
+_WHOLE = "build the model anew in one process, load engine.full_state_dict() of rank 0 into it, and take that one"
 _MARK = "_tensorshard_parallelized_by"
 
 
@@ -33,8 +39,9 @@ def mark_parallelized(models: Iterable[nn.Module], by: str) -> None:
                 vars(module)[_MARK] = by
 
 
-def refuse_other_uses(model: nn.Module) -> None:
-    """From now on, torch's wrappers for data parallelism, and pickle, refuse the laid-out `model`."""
+def refuse_other_uses(model: nn.Module, plan: Plan) -> None:
+    """From now on, torch's wrappers for data parallelism, pickle, and what cannot record the forward of the laid-out
+    `model` refuse it."""
     refuse_wrappers(
         [model, *(module for module in model.modules() if _has_tensors(module))],  # others may be another model's
         "DistributedDataParallel, fully_shard or replicate was called on a model that tensorshard.parallelize has laid "
@@ -42,6 +49,9 @@ def refuse_other_uses(model: nn.Module) -> None:
         "and say in the Plan what should be sharded (zero=, dp_shard=, dp_replicate=)",
     )
     vars(model)["__reduce_ex__"] = _refuse_pickle
+    vars(model)["__prepare_scriptable__"] = _refuse_script  # torch.jit.script calls it
+    if plan.pp == 1 and (plan.tp > 1 or (plan.zero == 3 and plan.dp_shard > 1)):
+        hook_root(model, RootRole.RECORDING, before=partial(_refuse_recording, plan))
 
 
 def _refuse_pickle(protocol: Any) -> Any:
@@ -57,6 +67,25 @@ def _refuse_pickle(protocol: Any) -> Any:
         "engine.save_pretrained(path) for safetensors, or engine.full_state_dict() on every rank, for torch.save on "
         "rank 0"
     )
+
+
+def _refuse_script() -> Any:
+    raise RuntimeError(f"torch.jit.script was called on the laid-out model, whose forward also communicates: {_WHOLE}")
+
+
+def _refuse_recording(plan: Plan, *_: Any) -> None:
+    """Called before a forward. torch.compile takes one at ZeRO 3, in pieces, and none of layers that tp has split."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise RuntimeError(
+            f"torch.jit.trace, torch.export or torch.onnx was called on the laid-out model, and would record this "
+            f"rank's part of it, under a plan with {'tp' if plan.tp > 1 else 'zero=3'}: {_WHOLE}"
+        )
+    if plan.tp > 1 and is_called_by_compiled_code():
+        raise RuntimeError(
+            f"torch.compile was called on the laid-out model (or on code that calls it), and does not look into the "
+            f"layers that tp={plan.tp} splits: say Plan(compile=True), which compiles the blocks around them, and call "
+            f"engine.model as it is"
+        )
 
 
 def _has_tensors(module: nn.Module) -> bool:

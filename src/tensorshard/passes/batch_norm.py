@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.common.never_compiled import never_compiled
 from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.passes.batch_norm_checks import INSTANCE_NORMS, BatchNormCalls, by_hand, examine
-from tensorshard.passes.compile import never_compiled
 from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_input, own_buffers
 from tensorshard.torch_private.tensors import tensor_version
 

@@ -9,8 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +16,6 @@ from torch import nn
 from tensorshard.model.forwards import TENSOR_PARALLEL_ROLES, Role, convert_forward, replaces_forward, roles_of
 from tensorshard.torch_private import messages
 from tensorshard.torch_private.compilation import watch_compilation
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 # Code of these roles runs a mode that changes reshapes around all that is further in. That is not compiled.
 _RESHAPING = frozenset([Role.LOCAL_SHAPES, Role.SEQUENCE_SHAPES])
@@ -61,24 +56,6 @@ def _compile_further_in(module: nn.Module) -> None:
     if composite and not replaces_forward(module) and roles_of(module).isdisjoint(_RESHAPING):
         convert_forward(module, Role.INNER_COMPILATION, torch.compile)
     convert_forward(module, Role.UNCOMPILED, torch.compiler.disable)
-
-
-def never_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`function`, made to run uncompiled under ``torch.compile`` too, between two graphs.
-
-    As ``torch.compiler.disable``, but that imports the compiler at once. This waits until something is compiled.
-    """
-    disabled: list[Callable[_Arguments, _Result]] = []
-
-    @wraps(function)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
-
-    return call
 
 
 logger = logging.getLogger("tensorshard")

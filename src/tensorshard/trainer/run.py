@@ -50,7 +50,7 @@ from tensorshard.trainer.report import print_opening, print_summary, resume_comm
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.session_record import Session, write_session
 from tensorshard.trainer.settings import TrainSettings
-from tensorshard.trainer.start import Start, check_not_ahead, find_start, write_config
+from tensorshard.trainer.start import Start, find_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text
 from tensorshard.trainer.trainer import Trainer
 
@@ -182,7 +182,6 @@ def _prepare(
     if start.checkpoint is not None:
         with _asked_for("--resume"):
             state = engine.load(start.checkpoint)
-        check_not_ahead(start.directory, engine.step_count)
     print_opening(console, engine, _gather(engine.summary().held_parameters), verbose=verbose)
 
     loader = training_loader(

@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensorshard.config.config_error import ConfigError
+
 RUNS = Path("runs")
 """Parent of the directories of runs that were not given one."""
 
@@ -86,6 +88,19 @@ class RunDirectory:
         """The whole checkpoint with the most steps, or None."""
         steps = self.checkpoint_steps()
         return self.checkpoint(steps[-1]) if steps else None
+
+    def check_not_ahead(self, step: int) -> None:
+        """Whether a run may go on here after `step` steps without overwriting later work.
+
+        Raises:
+            ConfigError: checkpoints of later steps are there.
+        """
+        later = [found for found in self.checkpoint_steps() if found > step]
+        if later:
+            raise ConfigError(
+                f"training begins after step {step}, but {self.path} holds later checkpoints (steps "
+                f"{', '.join(map(str, later))}); give another directory (--output), or delete those"
+            )
 
     def delete_checkpoint(self, step: int) -> None:
         """Removes a checkpoint. It is renamed first, so that a partly deleted one is never taken for a whole one."""

@@ -67,20 +67,6 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
     return _started(directory, newest)
 
 
-def check_not_ahead(directory: RunDirectory, step: int) -> None:
-    """Whether a run may go on in `directory` after `step` steps without overwriting later work.
-
-    Raises:
-        ConfigError: checkpoints of later steps are there.
-    """
-    later = [found for found in directory.checkpoint_steps() if found > step]
-    if later:
-        raise ConfigError(
-            f"the checkpoint is at step {step}, but {directory.path} holds later ones (steps "
-            f"{', '.join(map(str, later))}); give another directory with --output, or delete those"
-        )
-
-
 def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None:
     """Writes ``config.yaml``; a resumed run with another config ``config-from-step-<step>.yaml``.
 

@@ -24,9 +24,9 @@ from torch.autograd import Function
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
+from tensorshard.common.never_compiled import never_compiled
 from tensorshard.layers.split_linear import parallel_linear
 from tensorshard.model.forwards import Role, replace_forward
-from tensorshard.passes.compile import never_compiled
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs
 from tensorshard.tensor_parallel.table.styles import Heads
 

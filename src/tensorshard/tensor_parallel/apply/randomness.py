@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.common.never_compiled import never_compiled
 from tensorshard.model.forwards import Forward, Role, wrap_forward
-from tensorshard.passes.compile import never_compiled
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import Column, Rowwise, Style
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit

@@ -37,6 +37,8 @@ class CheckpointHook(Hook):
         keep: checkpoints to keep, the newest ones; 0 for all.
         best: after which evaluations ``checkpoints/best`` is replaced, such as "lowest val_loss"; None for no such
             checkpoint. It does not count as one of those to keep.
+
+    Training does not begin where the directory holds checkpoints of later steps, as of another run: ConfigError.
     """
 
     def __init__(self, directory: RunDirectory, every: int, keep: int = 2, best: str | None = None) -> None:
@@ -51,6 +53,7 @@ class CheckpointHook(Hook):
         self._best: float | None = None  # value of the metric
 
     def before_train(self, trainer: "Trainer") -> None:
+        self.directory.check_not_ahead(trainer.step)
         self._saved_step = trainer.step
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
