@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import optimizers
 import parity
 import pretrained_models
 import tensorshard as ts
@@ -78,6 +79,34 @@ def test_fp32_is_exact(ranks, case):
         assert other["losses"] == found[0]["losses"]
         assert other["norms"] == found[0]["norms"]
         assert other["state"] == {}
+
+
+# In fp64: Newton-Schulz iterations make small singular values, which are mostly rounding, hundreds of times larger.
+MUON_WITH_ADAMW: dict[str, tuple[int, dict[str, Any]]] = {
+    "2-zero2-micro2-clip": (2, dict(zero=2, micro_batches=2, clip_grad_norm=CLIP)),
+    "2-zero3": (2, dict(zero=3)),
+    "2-tp": (2, dict(tp=2)),
+    "2x2-zero3": (4, dict(dp_replicate=2, zero=3)),
+}
+
+
+@pytest.mark.fast_cases("2-zero2-micro2-clip")
+@pytest.mark.parametrize("case", MUON_WITH_ADAMW)
+def test_muon_with_adamw_is_exact(ranks, case):
+    world_size, fields = MUON_WITH_ADAMW[case]
+    found = ranks(world_size, _train_with_muon, fields)[0]
+    expected = parity.reference("gpt_fp64", fields.get("clip_grad_norm"), optimizer=_muon_with_adamw)
+    parity.assert_same(found, expected, 1e-5)
+
+
+def _train_with_muon(fields: dict[str, Any]) -> dict[str, Any]:
+    return parity.train("gpt_fp64", fields, optimizer=_muon_with_adamw)
+
+
+def _muon_with_adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+    given = list(parameters)
+    matrices = [p for p in given if p.ndim == 2]
+    return [optimizers.Muon(matrices), parity.ADAMW([p for p in given if p.ndim != 2])]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from bounds import assert_within
 from head_models import bert_with_head, gpt_with_head, resnet_with_head
 from pipeline_models import UNet
 from table_models import make
+from tensorshard.engine.combined_optimizer import CombinedOptimizer
 from tensorshard.models import GPT, Bert, ViT, image_classification_loss, next_token_loss
 from tensorshard.parallelize import split_tensors
 from tensorshard.tensor_parallel.table.table import VerifiedTable
@@ -73,6 +74,7 @@ def _hf_bert() -> nn.Module:
 
 _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(61, 16, 3, 2, 30),
+    "gpt_fp64": lambda: GPT(61, 16, 2, 2, 30).double(),
     "gpt_tied": lambda: GPT(61, 16, 2, 2, 30, tie_embeddings=True),
     "gpt_dropout": lambda: GPT(61, 16, 2, 2, 30, dropout=0.2),
     "bert": lambda: Bert(61, 16, 2, 2, 30, dropout=0.0),
@@ -118,7 +120,7 @@ def loss_function(kind: str) -> Callable[[Any, Any], Any]:
         return nn.functional.cross_entropy
     if kind in _IMAGES:
         return image_classification_loss if kind in _PLAIN_IMAGES else _loss_of_logits(image_classification_loss)
-    plain = kind in ("gpt", "gpt_tied", "gpt_101", "gpt_dropout", "bert")
+    plain = kind in ("gpt", "gpt_fp64", "gpt_tied", "gpt_101", "gpt_dropout", "bert")
     return next_token_loss if plain else _loss_of_logits(next_token_loss)
 
 
@@ -166,9 +168,11 @@ def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Te
     return inputs, targets
 
 
-def train(kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bool = False) -> dict[str, Any]:
-    """Losses of `steps` AdamW steps of `kind` under Plan(**fields), and the weights after them (on rank 0)."""
-    engine = make_engine(kind, fields, as_callable=as_callable)
+def train(
+    kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bool = False, optimizer: Any = ADAMW
+) -> dict[str, Any]:
+    """Losses of `steps` steps of `kind` under Plan(**fields), and the weights after them (on rank 0)."""
+    engine = make_engine(kind, fields, as_callable=as_callable, optimizer=optimizer)
     losses, norms = [], []
     for step in range(steps):
         losses.append(engine.step(*shard(engine, *batch(kind, step))).item())
@@ -176,12 +180,12 @@ def train(kind: str, fields: dict[str, Any], steps: int = STEPS, as_callable: bo
     return {"losses": losses, "norms": norms, "state": engine.full_state_dict()}
 
 
-def make_engine(kind: str, fields: dict[str, Any], as_callable: bool = False) -> ts.Engine:
+def make_engine(kind: str, fields: dict[str, Any], as_callable: bool = False, optimizer: Any = ADAMW) -> ts.Engine:
     with _tables_found_once(kind):
         return ts.parallelize(
             partial(build, kind) if as_callable else build(kind),
             ts.Plan(**fields),
-            optimizer=ADAMW,
+            optimizer=optimizer,
             loss_fn=loss_function(kind),
         )
 
@@ -217,19 +221,27 @@ def shard(engine: ts.Engine, inputs: Any, targets: torch.Tensor) -> tuple[Any, t
 
 
 def reference(
-    kind: str, clip: float | None = None, steps: int = STEPS, micro_batches: int = 1, data_ranks: int = 1
+    kind: str,
+    clip: float | None = None,
+    steps: int = STEPS,
+    micro_batches: int = 1,
+    data_ranks: int = 1,
+    optimizer: Any = ADAMW,
 ) -> dict[str, Any]:
     """The same training in plain PyTorch on one process, with the whole batch at once; done once a session.
 
     Batch normalization sees micro-batches apart, so only for its sake `micro_batches` over `data_ranks` matter.
     """
-    return _reference(kind, clip, steps, micro_batches, data_ranks)
+    return _reference(kind, clip, steps, micro_batches, data_ranks, optimizer)
 
 
 @cache
-def _reference(kind: str, clip: float | None, steps: int, micro_batches: int, data_ranks: int) -> dict[str, Any]:
+def _reference(
+    kind: str, clip: float | None, steps: int, micro_batches: int, data_ranks: int, make: Any
+) -> dict[str, Any]:
     model = build(kind)
-    optimizer = ADAMW(model.parameters())
+    made = make(model.parameters())
+    optimizer = CombinedOptimizer(made) if isinstance(made, list) else made
     loss_fn = loss_function(kind)
     losses, norms = [], []
     for step in range(steps):

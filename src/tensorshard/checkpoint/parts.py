@@ -149,16 +149,33 @@ class WeightsPart(Part):
 
 
 class OptimizerPart(Part):
-    """The states of an optimizer, ``optimizer.KEY.NAME``, and its options by the parameters' names."""
+    """The states of an optimizer, ``optimizer.KEY.NAME``, and its options by the parameters' names.
 
-    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    Args:
+        kind: the name of the optimizer's class, or of several.
+        wholes: the parameters that this rank updates whole, by name; None for those that another rank does.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        *,
+        kind: str,
+        wholes: Mapping[str, torch.Tensor | None],
+    ) -> None:
         self._sharded = sharded
         self._optimizer = optimizer
         self._mesh = mesh
+        self._kind = kind
+        self._wholes = wholes
         self._states: dict[str, dict[str, torch.Tensor]] = {}  # that are being read
 
     def _names(self) -> dict[torch.Tensor, str]:
-        return {master: name for name, master in self._sharded.masters().items()}
+        names: dict[torch.Tensor, str] = {master: name for name, master in self._sharded.masters().items()}
+        names.update({whole: name for name, whole in self._wholes.items() if whole is not None})
+        return names
 
     def entries(self) -> dict[str, Any]:
         names = self._names()
@@ -174,13 +191,13 @@ class OptimizerPart(Part):
             for p, state in self._optimizer.state.items()
         }
         scalars = {name: values for name, values in scalars.items() if values}
-        return {"optimizer": {"class": type(self._optimizer).__name__, "groups": groups, "scalars": scalars}}
+        return {"optimizer": {"class": self._kind, "groups": groups, "scalars": scalars}}
 
     def gather(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """`entries` with the options and states of the parameters that other ranks of the pipeline hold."""
-        if self._mesh.degrees["pp"] == 1:
+        """`entries` with the options and states of the parameters that other stages or owners hold."""
+        if self._mesh.degrees["pp"] == 1 and not self._wholes:
             return entries
-        group = self._mesh.group("pp")
+        group = self._mesh.world_group if self._wholes else self._mesh.group("pp")
         stages: list[Any] = [None] * group.size()
         dist.all_gather_object(stages, entries["optimizer"], group=group)
         groups = [
@@ -203,11 +220,11 @@ class OptimizerPart(Part):
         return tensors
 
     def _named(self, name: str, state: torch.Tensor) -> Any:
-        is_sharded = state.shape == self._sharded.masters()[name].shape  # as its master is
+        is_sharded = name not in self._wholes and state.shape == self._sharded.masters()[name].shape  # as its master is
         return in_pieces(self._sharded, name, state) if is_sharded else state
 
     def check(self, stored: Stored) -> None:
-        then, now = stored.document["optimizer"].get("class"), type(self._optimizer).__name__
+        then, now = stored.document["optimizer"].get("class"), self._kind
         if then is not None and then != now:
             raise ValueError(
                 f"{stored.source} was written with the optimizer {then}, and this engine has {now}, whose options and "
@@ -226,8 +243,10 @@ class OptimizerPart(Part):
             key, name = full_key.removeprefix("optimizer.").split(".", 1)
             if name not in masters:  # it is on another pipeline rank
                 continue
+            if name in self._wholes and self._wholes[name] is None:  # its owner is another rank
+                continue
             master, dtype = masters[name], entry.properties.dtype
-            if entry.size == self._sharded.full_shape(name) and master.dim() > 0:
+            if entry.size == self._sharded.full_shape(name) and master.dim() > 0 and name not in self._wholes:
                 state = copy.like(master.detach(), dtype)
             else:
                 state = torch.zeros(entry.size, dtype=dtype)

@@ -166,6 +166,41 @@ def all_to_all_dims(
     return torch.cat([shard.view(shape) for shard, shape in zip(received, shapes, strict=True)], concat_dim)
 
 
+def start_exchange(
+    outgoing: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], list[torch.Tensor]]:
+    """Starts sending ``outgoing[r]`` to rank r. Ranks may exchange any amounts.
+
+    Args:
+        outgoing: for each rank, a flat tensor of the type of `like`.
+        sizes: how many elements each rank sends to this one.
+
+    Returns:
+        A function that waits, and returns what each rank has sent.
+    """
+    _announce("exchange", like.new_empty(0), group)
+    message = torch.cat(list(outgoing))
+    incoming = like.new_empty(sum(sizes))
+    itemsize = like.element_size()
+    work = dist.all_to_all_single(  # as bytes: Gloo does not know every type
+        incoming.view(torch.uint8),
+        message.view(torch.uint8),
+        [size * itemsize for size in sizes],
+        [part.numel() * itemsize for part in outgoing],
+        group=group,
+        async_op=True,
+    )
+
+    def finish() -> list[torch.Tensor]:
+        nonlocal message
+        if work is not None:
+            work.wait()
+        del message  # which had to outlive the transfer
+        return list(incoming.split(list(sizes)))
+
+    return finish
+
+
 def exchange_among(pieces: torch.Tensor, together: int, group: dist.ProcessGroup) -> torch.Tensor:
     """An all-to-all within every `together` neighbouring ranks of `group`: ``pieces[i]`` goes to the i-th of them.
 

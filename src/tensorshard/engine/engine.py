@@ -32,8 +32,8 @@ from tensorshard.engine.optimizer import (
     OptimizerFactory,
     StepCounter,
     TrainedParameters,
-    build_optimizer,
     complete_update,
+    make_optimizer,
 )
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams
@@ -138,13 +138,12 @@ class Engine(LoopMethods, StateMethods):
         self._watch = CallWatch(mesh.groups(), device, internal=StepAgain)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
-        self._optimizer = build_optimizer(optimizer, trained, own_rules)
-        again = partial(build_optimizer, optimizer, rules=own_rules)
+        self._optimizer, self._owners, again = make_optimizer(optimizer, own_rules, sharded, plan, mesh)
         self._update = storage.keep_states(self._optimizer, sharded, trained, again)
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
         self._trained = TrainedParameters(
-            self._optimizer, optimizer, own_rules, sharded, reserved=self._update.reserves_states
+            self._optimizer, again, sharded, self._owners, reserved=self._update.reserves_states
         )
         batch_buffers = BatchBuffers(sharded, mesh, device)
         self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
@@ -157,8 +156,9 @@ class Engine(LoopMethods, StateMethods):
                 sharded.finish_backward,
                 lambda: batch_buffers.check(self.step_count),
                 CoupledSamples(sharded.model, plan, mesh, device).check,
+                *([] if self._owners is None else [self._owners.gather]),
             ),
-            after=self._gather_updated,
+            after=self._after_update,
         )
         self._shares = EqualShares(self.loaders, mesh)
         self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares, self._means)
@@ -180,8 +180,11 @@ class Engine(LoopMethods, StateMethods):
         guard_state_dicts(sharded, plan)
         if plan.pp > 1 or any(count > 1 for count in sharded.num_shards().values()):
             guard_optimizer_state(self._optimizer, plan, mesh)
-        masters, shown = sharded.masters().values(), sharded.shown_parameters().values()
-        mark_trained(masters, shown, self._optimizer, self._manual_loop.before_foreign_optimizer)
+        wholes = [] if self._owners is None else self._owners.parameters.values()
+        shown = sharded.shown_parameters().values()
+        mark_trained(
+            [*sharded.masters().values(), *wholes], shown, self._optimizer, self._manual_loop.before_foreign_optimizer
+        )
 
     # -- one step --
 

@@ -1,8 +1,9 @@
 """An Engine's optimizer: how it is made, which parameters it trains, and what each of its updates does under a plan."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -10,17 +11,34 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.combined_optimizer import (
+    ByParameter,
+    Choice,
+    CombinedOptimizer,
+    call_members,
+    members_of,
+    methods_beside_step,
+)
 from tensorshard.engine.guards.foreign_optimizers import warn_of_schedulers
+from tensorshard.engine.guards.optimizer_probe import UnsuitableOptimizerError, members_that_need_wholes
+from tensorshard.engine.owners import Owners
 from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.trains_itself import OwnRule
 from tensorshard.passes.precision import master_dtype
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.dispatch import TorchDispatchMode, innermost_dispatch_mode
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.operators import FUSED_UPDATES
 from tensorshard.torch_private.pytree import tree_map
 
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
+OptimizerFactory = (
+    Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+    | Mapping[Choice, Callable[..., torch.optim.Optimizer]]
+)
+"""What makes the optimizer: parameters -> an optimizer, or a list of several; or a dict of such callables by names."""
 
 
 # Optimizers that no plan can step.
@@ -31,31 +49,98 @@ _CANNOT = {
 
 
 def build_optimizer(
-    factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], rules: Sequence[OwnRule] = ()
+    factory: OptimizerFactory,
+    masters: Mapping[str, nn.Parameter],
+    rules: Sequence[OwnRule] = (),
+    elsewhere: Mapping[str, nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that `factory` makes of `masters`, with its fastest kernels if the user did not choose.
 
     Args:
         rules: of parameters that are trained in groups of their own; `factory` gets the others.
+        elsewhere: stands for all that the stages of a pipeline train, in the model's order. Several optimizers then
+            have the same parameter groups on all stages.
 
     Raises:
         TypeError: `factory` made something else.
         ValueError: the optimizer holds parameters that it was not given, or cannot train by the `rules`.
     """
     by_rule = {name for rule in rules for name in rule.parameters}
-    built = _build(factory, {name: master for name, master in masters.items() if name not in by_rule})
+    everywhere = {name: p for name, p in (elsewhere or {}).items() if name not in by_rule}
+    built = _build(factory, {name: master for name, master in masters.items() if name not in by_rule}, everywhere)
     for rule in rules:
         rule.add_group(built, masters)
     return built
 
 
-def check_trains(factory: OptimizerFactory, model: nn.Module, rules: Sequence[OwnRule]) -> None:
-    """Refuses an optimizer that cannot train parameters of `model` by `rules`. Nothing is allocated.
+Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_optimizer(
+    factory: OptimizerFactory, rules: Sequence[OwnRule], sharded: ShardedModel, plan: Plan, mesh: Mesh
+) -> tuple[torch.optim.Optimizer, Owners | None, Build]:
+    """The optimizer of a laid-out model, and the owners of whole parameters where it needs them. A collective.
+
+    Returns:
+        The optimizer; the owners, or None; and what makes an optimizer like it of other masters.
 
     Raises:
-        ValueError: `factory` makes another optimizer than a rule needs.
+        TypeError, ValueError: as for :func:`build_optimizer`.
+        UnsuitableOptimizerError: it cannot be exact under this plan; says what works instead.
     """
-    if not rules:
+    trained = sharded.trained_masters()
+    elsewhere = _of_all_stages(sharded, trained) if plan.pp > 1 else None
+    build = partial(build_optimizer, factory, rules=rules, elsewhere=elsewhere)
+    optimizer = build(trained)
+    splits = {"zero": int(plan.zero)} if plan.zero and mesh.degrees["dp_shard"] > 1 else {}
+    splits.update({axis: mesh.degrees[axis] for axis in ("tp", "pp") if mesh.degrees[axis] > 1})
+    places = members_that_need_wholes(optimizer, build, trained, sharded.split, splits, mesh.world_group)
+    if not places:
+        return optimizer, None, build
+    moved = plan.offloaded
+    if moved is not None and (moved.optimizer or moved.gradients or moved.parameters):
+        kinds = " with ".join(type(members_of(optimizer)[place]).__name__ for place in sorted(places))
+        raise UnsuitableOptimizerError(
+            f"offload was given with {kinds}, which needs whole tensors: each is then updated by one of the ranks that "
+            f"have parts of it, in its own memory; set offload=None (or Offload(activations=...) alone), or take "
+            f"an optimizer that updates each element by itself, such as torch.optim.AdamW"
+        )
+    owners = Owners(sharded, mesh, data_sharded=bool(plan.zero))
+
+    def build_with_owners(masters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        names = {master: name for name, master in masters.items()}
+        members = members_of(build(masters))
+        groups = [group for place in places for group in members[place].param_groups]
+        owners.add(sorted(names[p] for group in groups for p in group["params"] if p in names))
+        del members, groups
+        owners.gather_weights()  # some optimizers copy them when they are built
+        built = build(owners.given(masters))
+        owners.release()
+        kept = {*masters.values(), *owners.parameters.values()}
+        keep_parameters([members_of(built)[place] for place in places], kept)
+        return built
+
+    del optimizer
+    optimizer = build_with_owners(trained)
+    owners.attach(optimizer, methods_beside_step(optimizer))
+    return optimizer, owners, build_with_owners
+
+
+def _of_all_stages(sharded: ShardedModel, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Parameters without memory, in place of all that the stages of a pipeline train, in the model's order."""
+    some = next(iter(trained.values()), torch.empty(0))
+    number = torch.zeros((), dtype=some.dtype, device=to_local(some).device)
+    shapes = {name: shape for name, shape in sharded.full_shapes().items() if sharded.is_trained(name)}
+    return {name: nn.Parameter(number.expand(shape)) for name, shape in shapes.items()}
+
+
+def check_trains(factory: OptimizerFactory, model: nn.Module, rules: Sequence[OwnRule]) -> None:
+    """Refuses an optimizer that cannot train parameters of `model`. Nothing is allocated.
+
+    Raises:
+        TypeError, ValueError: `factory` makes another optimizer than a rule needs, or is a dict that does not fit.
+    """
+    if not rules and not isinstance(factory, Mapping):
         return
     # The optimizer's class shows only when one is made. So one is made of placeholders of one number each.
     by_rule = {name for rule in rules for name in rule.parameters}
@@ -96,16 +181,79 @@ class StepCounter:
         self.taken = taken
 
 
-def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    if not masters:  # a pipeline's stage may train nothing; it has an optimizer all the same, for schedulers
-        masters = {"none": nn.Parameter(torch.empty(0))}
+def _build(
+    factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], everywhere: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    # A pipeline's stage may train nothing; it has an optimizer all the same, for schedulers.
+    own = masters or {"none": nn.Parameter(torch.empty(0))}
+    members = _made_of_stage(factory, own, {**everywhere, **masters}) if everywhere else _made(factory, own)
+    for member in members:
+        _check_member(member, own)
+        _choose_kernels(member)
+    combined = members[0] if len(members) == 1 else CombinedOptimizer(members)
+    call_members(combined)
+    return combined
+
+
+def _made_of_stage(
+    factory: OptimizerFactory, own: Mapping[str, nn.Parameter], everything: Mapping[str, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """What `factory` makes of a stage's `own` parameters. If it is several optimizers, of which some may have none of
+    them, it is made of `everything`, and the others are taken out."""
+    try:
+        members = _made(factory, own)
+    except ValueError:
+        members = []
+    if len(members) != 1 or isinstance(factory, Mapping):
+        members = _made(factory, everything)
+        keep_parameters(members, set(own.values()))
+    return members
+
+
+def keep_parameters(members: Iterable[torch.optim.Optimizer], kept: Container[torch.Tensor]) -> None:
+    """Takes all other parameters than `kept` out of the groups and states of `members`."""
+    for member in members:
+        for group in member.param_groups:
+            places = [place for place, parameter in enumerate(group["params"]) if parameter in kept]
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = [group[key][place] for place in places]
+        for parameter in [p for p in member.state if isinstance(p, torch.Tensor) and p not in kept]:
+            del member.state[parameter]
+
+
+def _made(factory: OptimizerFactory, masters: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """The optimizers that `factory` makes of `masters`."""
+    if isinstance(factory, Mapping):
+        by_parameter = ByParameter(factory)
+        chosen = by_parameter.choose(list(masters.items()))
+        return [
+            member
+            for one, members in zip(by_parameter.factories, chosen, strict=True)
+            for member in _made(one, dict(members))
+        ]
     given: Any = list(masters.items()) if _wants_names(factory) else list(masters.values())
     try:
-        built = factory(given)
+        built: Any = factory(given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"optimizer(parameters) failed: {error}") from error
-    if not isinstance(built, torch.optim.Optimizer):
-        raise TypeError(f"optimizer(parameters) returned a {type(built).__name__}; it must return a torch Optimizer")
+    members = list(built) if isinstance(built, list | tuple) else [built]
+    for member in members:
+        if not isinstance(member, torch.optim.Optimizer):
+            place = f" in a {type(built).__name__}" if isinstance(built, list | tuple) else ""
+            raise TypeError(
+                f"optimizer(parameters) returned a {type(member).__name__}{place}; it must return a torch Optimizer, "
+                f"or a list of them"
+            )
+    if not members:
+        raise TypeError(
+            f"optimizer(parameters) returned an empty {type(built).__name__}; it must return a torch Optimizer, or a "
+            f"list of them"
+        )
+    return members
+
+
+def _check_member(built: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
     if isinstance(built, tuple(_CANNOT)):
         what = next(reason for kind, reason in _CANNOT.items() if isinstance(built, kind))
         raise ValueError(f"the optimizer is a {type(built).__name__}, which {what}; take one such as torch.optim.AdamW")
@@ -117,12 +265,15 @@ def _build(factory: OptimizerFactory, masters: dict[str, nn.Parameter]) -> torch
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that it was not given; build "
                     f"it from the parameters that the callable receives"
                 )
+
+
+def _choose_kernels(built: torch.optim.Optimizer) -> None:
+    for group in built.param_groups:
         # The for-loop that torch chooses on CPUs is 7 times slower; the fused kernel computes the same. Other
         # optimizers run as they were built: their fused kernels are the user's choice.
         is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
         if is_open and isinstance(built, torch.optim.Adam | torch.optim.AdamW):
             group["fused"] = True
-    return built
 
 
 def _wants_names(factory: Any) -> bool:
@@ -139,24 +290,24 @@ class TrainedParameters:
     only later joins the group that the optimizer's factory puts it in.
 
     Args:
-        factory: made `optimizer`.
-        rules: of parameters that are trained in groups of their own.
+        build: makes an optimizer like this one of other masters.
+        owners: of the parameters that are updated whole; None if none are.
         reserved: whether the optimizer's states are offloaded, for which there is room since the start alone.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        factory: OptimizerFactory,
-        rules: Sequence[OwnRule],
+        build: Build,
         sharded: ShardedModel,
+        owners: Owners | None,
         *,
         reserved: bool,
     ) -> None:
         self._optimizer = optimizer
-        self._factory = factory
-        self._rules = rules
+        self._build = build
         self._sharded = sharded
+        self._owners = owners
         self._reserved = reserved
         self._known = set(sharded.trained_masters())
         self._groups = len(optimizer.param_groups)
@@ -188,17 +339,25 @@ class TrainedParameters:
         new = {name: master for name, master in trained.items() if name not in self._known}
         self._known.update(new)
         held = {p for group in self._optimizer.param_groups for p in group["params"]}
-        new = {name: master for name, master in new.items() if master not in held}
+        whole = frozenset() if self._owners is None else self._owners.names
+        new = {name: master for name, master in new.items() if master not in held and name not in whole}
         if not new:
             return
         everything = {name: m for name, m in self._sharded.masters().items() if name in self._known}
-        model = build_optimizer(self._factory, everything, self._rules)
+        model = self._build(everything)
+        added = {*new.values(), *(self._owners.parameters.values() if self._owners is not None else ())} - held
         for index, group in enumerate(model.param_groups):
             names = group.get("param_names")
             for place, parameter in enumerate(group["params"]):
-                if not any(parameter is master for master in new.values()):
+                if parameter not in added:
                     continue
                 if index >= self._groups:  # the factory makes more groups than before
+                    if isinstance(self._optimizer, CombinedOptimizer):
+                        raise RuntimeError(
+                            "a parameter that was frozen is trained now, and optimizer(parameters) puts it into a "
+                            "parameter group that was not there, of one of several optimizers: leave "
+                            "requires_grad=True at parallelize for all that will be trained, and freeze after it"
+                        )
                     self._optimizer.param_groups.append(
                         {**group, "params": [], **({"param_names": []} if names else {})}
                     )
@@ -228,21 +387,15 @@ class TrainedParameters:
                         self._refuse_offloaded([full_name])
                     self._known.add(full_name)
                     parameter = masters[full_name]
+                    if self._owners is not None and not isinstance(self._optimizer, CombinedOptimizer):
+                        self._owners.add([full_name])
+                        if full_name not in self._owners.parameters:
+                            continue
+                        parameter = self._owners.parameters[full_name]
                 replaced.append(parameter if name is None else (name, parameter))
             add({**param_group, "params": replaced})
 
         return add_param_group
-
-
-def methods_beside_step(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The public methods that the class of `optimizer` adds to those of torch's optimizers, such as ``eval``."""
-    return [
-        name
-        for name in dir(type(optimizer))
-        if not name.startswith("_")
-        and not hasattr(torch.optim.Optimizer, name)
-        and callable(getattr(type(optimizer), name))
-    ]
 
 
 def complete_update(

@@ -15,10 +15,12 @@ from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import as_path
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.combined_optimizer import kind_of, members_of
 from tensorshard.engine.gradients import LossScaler
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.optimizer import StepCounter
+from tensorshard.engine.owners import Owners
 from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
@@ -83,6 +85,7 @@ class StateMethods:
     _steps: StepCounter
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
+    _owners: Owners | None
     _update: Update
     _watch: CallWatch
 
@@ -117,7 +120,9 @@ class StateMethods:
         self._update.finish()
         self.sharded.adopt_writes()
 
-    def _gather_updated(self) -> None:
+    def _after_update(self) -> None:
+        if self._owners is not None:
+            self._owners.scatter()
         if self._update.is_pending:
             self.sharded.gather_as_updated(self._update.copied)
         else:
@@ -168,7 +173,13 @@ class StateMethods:
         from tensorshard.checkpoint.parts import NumbersPart, OptimizerPart, RandomPart, WeightsPart
 
         parts = (
-            OptimizerPart(self.sharded, self._optimizer, self.mesh),
+            OptimizerPart(
+                self.sharded,
+                self._optimizer,
+                self.mesh,
+                kind=kind_of(self._optimizer),
+                wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
+            ),
             WeightsPart(self.sharded),
             NumbersPart(step_count=self._steps, scaler=self.scaler, loaders=self.loaders),
             RandomPart(self.random, self.plan, self.mesh),
@@ -230,7 +241,7 @@ class StateMethods:
 
     def summary(self) -> Summary:
         """The types of parameters, gradients and states, and the sizes on this rank."""
-        return _summarize(self.plan, self.sharded, self._optimizer, self.storage.describe())
+        return _summarize(self.plan, self.sharded, self._optimizer, self._owners, self.storage.describe())
 
 
 def _write_pretrained(sharded: ShardedModel, mesh: Mesh, path: Path, **options: Any) -> None:
@@ -315,29 +326,40 @@ def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Te
 
 
 def _summarize(
-    plan: Plan, sharded: ShardedModel, optimizer: torch.optim.Optimizer, offload: str | None = None
+    plan: Plan,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    owners: Owners | None = None,
+    offload: str | None = None,
 ) -> Summary:
     """Counts what a sharded model holds on this rank."""
     masters = sharded.masters()
-    trained = {p for p in masters.values() if p.requires_grad}
-    first = next(iter(trained or masters.values()), torch.empty(0))
+    trained = {name: p for name, p in masters.items() if p.requires_grad}
+    first = next(iter((trained or masters).values()), torch.empty(0))
     shapes = sharded.full_shapes()
-    fused = any(group.get("fused") for group in optimizer.param_groups)
+    updated = [to_local(p) for name, p in trained.items() if owners is None or name not in owners.names]
+    updated += [] if owners is None else owners.parameters.values()
+    kinds = ", ".join(_described(member) for member in members_of(optimizer))
     return Summary(
         parameters=sum(shape.numel() for shape in shapes.values()),
         trained_parameters=sum(shape.numel() for name, shape in shapes.items() if sharded.is_trained(name)),
         held_parameters=sharded.held_numel(),
-        updated_parameters=sum(to_local(p).numel() for p in trained),
+        updated_parameters=sum(p.numel() for p in updated),
         master_dtype=first.dtype,
         compute_dtype=DTYPES[plan.precision] if first.dtype == torch.float32 else first.dtype,
         reduce_dtype=DTYPES[plan.reduce_dtype or "fp32"],
         buffer_bytes=sum(b.nbytes for b in sharded.model.buffers()),
-        optimizer=type(optimizer).__name__ + (" (fused)" if fused else ""),
+        optimizer=kinds + (f"; {len(owners.names)} tensors are updated whole, each by one rank" if owners else ""),
         tensor_plan=sharded.split.describe(),
         pipeline=sharded.describe_stages(),
         offload=offload,
         logits=sharded.logits.describe(),
     )
+
+
+def _described(optimizer: torch.optim.Optimizer) -> str:
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer).__name__ + (" (fused)" if fused else "")
 
 
 def _name(dtype: torch.dtype) -> str:

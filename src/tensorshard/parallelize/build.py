@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from tensorshard.comm.world import (
 )
 from tensorshard.data_parallel.shard_units import shard_units
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.combined_optimizer import kind_of, members_of
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
-from tensorshard.engine.guards.optimizer_probe import check_optimizer
-from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer, check_trains
+from tensorshard.engine.optimizer import OptimizerFactory, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
 from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
@@ -136,14 +135,6 @@ def build_engine(
             debug=debug,
             storage=storage,
             heap=heap,
-        )
-        check_optimizer(
-            engine.optimizer,
-            partial(build_optimizer, optimizer, rules=rules),
-            sharded.masters(),
-            sharded.split,
-            int(plan.zero),
-            mesh.world_group,
         )
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     _protect(engine, source, users_parameters)
@@ -313,5 +304,10 @@ def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, A
 
 
 def _described_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    plain = {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}
-    return {"its class": type(optimizer).__name__, **plain}
+    members = members_of(optimizer)
+    described: dict[str, Any] = {"its class": kind_of(optimizer)}
+    for place, member in enumerate(members):
+        number = f"{type(member).__name__} {place + 1}: " if len(members) > 1 else ""
+        plain = {k: v for k, v in member.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}
+        described.update({number + key: value for key, value in plain.items()})
+    return described

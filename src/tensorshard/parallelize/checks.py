@@ -1,7 +1,7 @@
 """Checks the arguments of ``parallelize`` and that a model suits a plan, before anything is allocated."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.engine.combined_optimizer import ByParameter
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import select_modules
 from tensorshard.model.parameters import check_own_memory
@@ -30,10 +31,13 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; it must be a tensorshard.Plan")
     _check_is_model(model)
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+    if isinstance(optimizer, Mapping):
+        ByParameter(optimizer)
+    elif isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; it must be a callable from parameters to an optimizer, such "
-            f"as functools.partial(torch.optim.AdamW, lr=3e-4), because the parameters it updates do not exist yet"
+            f"as functools.partial(torch.optim.AdamW, lr=3e-4), because the parameters it updates do not exist yet, or "
+            f"a dict of such callables by patterns of parameter names"
         )
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")

@@ -56,7 +56,10 @@ def parallelize(
             It gets a list of parameters, from which it may make several groups: the fp32 master weights. Sharded ones
             are DTensors, so ``p.ndim`` and ``p.shape`` are those of the full tensor. If its argument is called
             ``named_parameters``, it gets ``(name, parameter)`` pairs. Adam and AdamW use their fused form, unless you
-            pass ``fused`` or ``foreach``. A head built with ``update=`` is in a separate group (``docs/heads.md``).
+            pass ``fused`` or ``foreach``. A head built with ``update=`` is in a separate group (``docs/heads.md``). It
+            may return a list of optimizers, or be a dict of such callables by patterns of names, or functions of name
+            and parameter: the first key that matches counts. One that looks at whole tensors (Muon, say) gets those,
+            each on one rank; what cannot be exact is refused (``docs/optimizers.md``).
         loss_fn: ``loss_fn(output, targets)`` returns the mean over samples as a scalar, or ``(sum, count)`` where the
             number of samples or tokens varies. Floating-point outputs reach it as fp32. :func:`tensorshard.model_loss`
             takes the loss that the model has computed.

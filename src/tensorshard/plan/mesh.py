@@ -113,12 +113,26 @@ class Mesh:
     @cached_property
     def dp_group(self) -> dist.ProcessGroup:
         """The group over which losses are averaged: dp_replicate x dp_shard."""
-        if self.dp_size == self.world_size:
-            return self.world_group
-        if self.degrees["dp_replicate"] == 1:
+        if self.degrees["dp_replicate"] == 1 and self.dp_size < self.world_size:
             return self.group("dp_shard")
+        return self.merged("dp", "dp_replicate", "dp_shard")
+
+    def merged(self, name: str, *axes: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one only along `axes`, in the order of the ranks.
+
+        The first call with these axes makes it: a collective of the mesh.
+
+        Args:
+            name: of the group.
+            axes: in the order of the mesh.
+        """
+        shared = [axis for axis in axes if self.degrees[axis] > 1]
+        if math.prod(self.degrees[axis] for axis in shared) == self.world_size:
+            return self.world_group
+        if len(shared) < 2:
+            return self.group(shared[0] if shared else "dp_shard")
         with unset_fake_temporarily():
-            made = merged_group(self.along("dp_replicate", "dp_shard"), "dp")
+            made = merged_group(self.along(*shared), name)
         self._apply_timeout(made)
         return made
 

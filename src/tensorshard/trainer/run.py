@@ -23,6 +23,7 @@ from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError
+from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate
@@ -247,9 +248,10 @@ def _asked_for(section: str) -> Iterator[None]:
 
 
 def _check_optimizer(config: DictConfig) -> None:
-    """Builds the optimizer of a single number, before anything large is built."""
+    """Builds the optimizer of a small matrix and a number, before anything large is built."""
+    few = {"weight": nn.Parameter(torch.zeros(2, 2)), "bias": nn.Parameter(torch.zeros(1))}
     try:
-        instantiate(config.optimizer)([nn.Parameter(torch.zeros(1))])
+        build_optimizer(instantiate(config.optimizer), few)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: {error}") from error
 

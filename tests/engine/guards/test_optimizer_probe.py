@@ -1,6 +1,5 @@
-"""Optimizers that look at whole tensors are exact under a plan, or refused before anything trains."""
+"""What optimizers couple is found on small tensors: nothing, the elements of a tensor, or several tensors."""
 
-import copy
 import time
 from functools import partial
 from typing import Any
@@ -9,131 +8,112 @@ import pytest
 import torch
 from torch import nn
 
+import optimizers
 import seeds
 import tensorshard as ts
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.engine.guards.optimizer_probe import check_optimizer
+from tensorshard.engine.guards.optimizer_probe import members_that_need_wholes
 from tensorshard.engine.optimizer import build_optimizer
 
 
-class Muon(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
+class ByRow(optimizers.Own):
+    """Each row by its norm: exact for any shard of rows."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            u = p.grad
-            if p.ndim == 2:
-                u = u / u.norm()
-                for _ in range(5):
-                    u = 1.5 * u - 0.5 * u @ u.t() @ u if len(u) <= u.size(1) else 1.5 * u - 0.5 * u @ (u.t() @ u)
-            p.add_(u, alpha=-0.02)
+    def update(self, p: nn.Parameter, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / (g.norm(dim=-1, keepdim=True) + 1e-6) if p.ndim > 1 else g, alpha=group["lr"])
 
 
-class Lamb(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
+class Factors(optimizers.Own):
+    """Has factors of matrices with 128 rows and columns or more alone, as some Adafactors do."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad * (0.05 * p.norm() / (p.grad.norm() + 1e-6)))
+    def update(self, p: nn.Parameter, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        wide = p.ndim == 2 and min(p.shape) >= 128
+        scale = g.square().mean(1, keepdim=True) * g.square().mean(0) / g.square().mean() if wide else g.square()
+        p.sub_(g / (scale.sqrt() + 1e-3), alpha=group["lr"])
 
 
-class Elementwise(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023), which a loop of one's own may bring."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                p.sub_(torch.tanh(average * 0.9 + p.grad * 0.1), alpha=0.01)
-                average.lerp_(p.grad, 0.01)
+def by_size(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Takes large matrices out by their size, which small tensors do not have."""
+    large = [p for p in parameters if p.ndim == 2 and p.numel() >= 512]
+    return [optimizers.Muon(large), torch.optim.AdamW([p for p in parameters if not any(p is q for q in large)])]
 
 
-class Prodigious(torch.optim.Optimizer):
-    """Its rate follows from all parameters together."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        trained = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        rate = 0.1 / sum(p.grad.abs().sum() for p in trained)
-        for p in trained:
-            p.sub_(p.grad * rate)
-
-
-ADAFACTOR = partial(torch.optim.Adafactor, lr=1e-2)
-
-
-def train(make: Any, fields: dict[str, Any]) -> Any:
+def _model() -> nn.Module:
     seeds.seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Linear(16, 4))
-    alone = copy.deepcopy(model)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Linear(16, 4))
+
+
+def _owned(make: Any, fields: dict[str, Any]) -> Any:
     try:
-        engine = ts.parallelize(model, ts.Plan(**fields), optimizer=make, loss_fn=nn.functional.cross_entropy)
+        engine = ts.parallelize(_model(), ts.Plan(**fields), optimizer=make, loss_fn=nn.functional.mse_loss)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    optimizer, share = make(alone.parameters()), slice(engine.mesh.dp_rank, None, engine.mesh.dp_size)
-    for step in range(4):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
-        nn.functional.cross_entropy(alone(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step(x[share], y[share])
-    full = engine.full_state_dict()
-    return max(((full[n] - w).abs().max().item() for n, w in alone.state_dict().items()), default=0.0) if full else 0.0
+    return [] if engine._owners is None else sorted(engine._owners.names)
 
 
+MATRICES = ["0.weight", "2.weight", "3.weight"]
+ALL = sorted([*MATRICES, "0.bias", "2.bias", "3.bias"])
+
+
+@pytest.mark.slow_cases("tp-EightBits", "tp-LateShampoo", "zero=1-Lamb", "zero=3-Muon", "tp-Lion", "zero=1-Factors")
 @pytest.mark.parametrize(
-    ("make", "fields"),
+    ("make", "fields", "expected"),
     [
-        (Muon, dict(zero=1)),
-        (Lamb, dict(zero=3)),
-        (Elementwise, dict(zero=1)),
-        (Elementwise, dict(tp=2)),
-        (ADAFACTOR, dict(zero=0)),
+        pytest.param(optimizers.Lion, dict(zero=1), [], id="zero=1-Lion"),
+        pytest.param(optimizers.Lion, dict(tp=2), [], id="tp-Lion"),
+        pytest.param(optimizers.LionByHand, dict(zero=3), ALL, id="zero=3-LionByHand"),
+        pytest.param(optimizers.LionByHand, dict(tp=2), [], id="tp-LionByHand"),
+        pytest.param(ByRow, dict(zero=1), [], id="zero=1-ByRow"),
+        pytest.param(ByRow, dict(tp=2), ALL, id="tp-ByRow"),
+        pytest.param(Factors, dict(zero=1), ALL, id="zero=1-Factors"),
+        pytest.param(optimizers.EightBits, dict(tp=2), ALL, id="tp-EightBits"),
+        pytest.param(optimizers.LateShampoo, dict(tp=2), ALL, id="tp-LateShampoo"),
+        pytest.param(optimizers.Lamb, dict(zero=1), ALL, id="zero=1-Lamb"),
+        pytest.param(optimizers.Muon, dict(zero=3), ALL, id="zero=3-Muon"),
+        pytest.param(by_size, dict(zero=2), MATRICES[:2], id="zero=2-by_size"),
+        pytest.param(optimizers.muon_and_adamw, dict(tp=2), MATRICES, id="tp-muon_and_adamw"),
+        pytest.param(optimizers.OneRate, dict(zero=0), [], id="zero=0-OneRate"),
+        pytest.param(optimizers.Rounded, dict(zero=0), [], id="zero=0-Rounded"),
     ],
-    ids=str,
 )
-def test_exact(ranks, make, fields):
-    assert ranks(2, train, make, fields)[0] < 2e-5
+def test_only_what_needs_whole_tensors_gets_them(ranks, make, fields, expected):
+    for found in ranks(2, _owned, make, fields):
+        assert found == expected
 
 
-@pytest.mark.parametrize("make", [Muon, Lamb, ADAFACTOR, Prodigious], ids=str)
-def test_what_couples_elements_is_refused_under_tp(ranks, make):
-    for message in ranks(2, train, make, dict(tp=2)):
-        assert message.startswith("UnsuitableOptimizerError: tp=2") and "couples a tensor's elements" in message
-        assert "AdamW" in message and "zero=1 to 3" in message
+@pytest.mark.slow_cases("tp-OneRate", "zero=1-ClippedLamb", "tp-Rounded")
+@pytest.mark.parametrize(
+    ("make", "fields", "words"),
+    [
+        pytest.param(optimizers.OneRate, dict(tp=2), ("tp=2 ", "OneRate couples several"), id="tp-OneRate"),
+        pytest.param(optimizers.OneRate, dict(zero=3), ("zero=3 ", "OneRate couples several"), id="zero=3-OneRate"),
+        pytest.param(optimizers.OneRate, dict(pp=2), ("pp=2 ", "OneRate couples", "pp=1"), id="pp-OneRate"),
+        pytest.param(optimizers.ClippedLamb, dict(zero=1), ("clip_grad_norm=", "zero=0"), id="zero=1-ClippedLamb"),
+        pytest.param(optimizers.Rounded, dict(zero=1), ("Rounded draws random numbers",), id="zero=1-Rounded"),
+        pytest.param(optimizers.Rounded, dict(tp=2), ("Rounded draws random numbers",), id="tp-Rounded"),
+        pytest.param(partial(optimizers.Lamb, lr=None), dict(tp=2), ("Lamb could not be tried",), id="tp-fails"),
+    ],
+)
+def test_what_couples_several_tensors_or_draws_numbers_is_refused(ranks, make, fields, words):
+    fields = {**fields, "micro_batches": 2} if "pp" in fields else fields
+    for message in ranks(2, _owned, make, fields):
+        assert "UnsuitableOptimizerError" in message and "AdamW" in message
+        assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_what_dtensors_cannot_do_is_refused(ranks, zero):
-    for message in ranks(2, train, ADAFACTOR, dict(zero=zero)):
-        assert message.startswith(f"UnsuitableOptimizerError: zero={zero}") and "zero=0" in message
-
-
-def seconds_of_probe() -> float:
+def _seconds(make: Any) -> float:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(100)])
-    engine = ts.parallelize(model, ts.Plan(tp=2), optimizer=Elementwise, loss_fn=nn.functional.mse_loss)
+    engine = ts.parallelize(model, ts.Plan(tp=2), optimizer=torch.optim.SGD, loss_fn=nn.functional.mse_loss)
     sharded: ShardedModel = engine.sharded
-    build = partial(build_optimizer, Elementwise)
-    seconds = []
+    build = partial(build_optimizer, make)
+    optimizer, seconds = build(sharded.masters()), []
     for _ in range(3):
         start = time.perf_counter()
-        check_optimizer(engine.optimizer, build, sharded.masters(), sharded.split, 0, engine.mesh.world_group)
+        members_that_need_wholes(optimizer, build, sharded.masters(), sharded.split, {"tp": 2}, engine.mesh.world_group)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
 
-def test_it_costs_little(ranks):
-    assert min(ranks(2, seconds_of_probe)) < 0.05 * 3  # 0.02 to 0.03 s, if the machine is not busy
+@pytest.mark.parametrize("make", [optimizers.Lion, optimizers.Shampoo])
+def test_it_costs_little(ranks, make):
+    assert min(ranks(2, _seconds, make)) < 0.05 * 3  # 0.01 to 0.03 s, if the machine is not busy

@@ -16,6 +16,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tensorshard.engine.combined_optimizer import members_of
+
 logger = logging.getLogger("tensorshard")
 
 _PARAMETER = "_tensorshard_trained_by"
@@ -67,9 +69,12 @@ def mark_trained(
         before_step: a method, called with the class's name of such an optimizer before each of its steps.
     """
     _watch_optimizers()
-    vars(optimizer)[_OPTIMIZER] = True
-    for inner in _held_by(optimizer):
-        vars(inner)[_HOLDER] = type(optimizer).__name__
+    members = members_of(optimizer)
+    for one in (optimizer, *members):
+        vars(one)[_OPTIMIZER] = True
+    for member in members:
+        for inner in _held_by(member):
+            vars(inner)[_HOLDER] = type(member).__name__
     for parameter in masters:
         vars(parameter)[_PARAMETER] = _LAID_OUT
     mark = _Engines(before_step)

@@ -1,12 +1,14 @@
-"""Whether an optimizer makes the same update of a parameter's parts as of the whole, tried on small tensors.
+"""What an optimizer couples, tried on small tensors: nothing, the elements of a tensor, or several tensors.
 
-Muon, LAMB, Adafactor and others look at a whole tensor: its norm, its rows, its singular values. Of this rank's part
-they would compute something else. Under ZeRO a part is a DTensor, whose operations compute with the whole tensor, if
-they exist. Under tensor parallelism it is a plain tensor.
+A plan gives each rank parts of the parameters. An optimizer that updates each element by itself makes the same update
+of parts as of the whole. Muon, LAMB, Adafactor and others look at a whole tensor: its norm, its rows, its singular
+values, its blocks of 8-bit states. They need the whole (:mod:`tensorshard.engine.owners`). Prodigy, D-Adaptation, or a
+norm of all gradients look at several tensors, which no rank has together.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
 from tensorshard.comm.world import world as current_world
 from tensorshard.data_parallel.sharded_model import ParameterSplit
+from tensorshard.engine.combined_optimizer import kind_of, members_of
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
-Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 # They update each element by itself.
 _ELEMENTWISE = frozenset(
@@ -29,10 +32,17 @@ _ELEMENTWISE = frozenset(
         *("SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop"),
     )
 )
-_STEPS = 3
+_STEPS = 12  # some change what they do after ten
+_MANY_STEPS = 40  # for those that begin late
 _SIZE = 4  # of each dimension, where a parameter has so many
+# A tensor with more elements in each dimension than optimizers ask for before they look at more than one of them (128
+# for factors, 4,096 in all for 8-bit states in blocks), whose halves are no whole number of blocks of 256.
+_LARGE = (134, 128)
+_LARGE_STEPS = 3
 _COMPARED = 2  # parameters of each kind
-_TOLERANCE = 0.05  # of the update; some compute in 16 bits, and what couples elements is off by far more
+_TOLERANCE = 1e-4  # of the update
+_DISTINCT = 0.03  # the same for whole tensors: some compute those of one shape together, in 16 bits
+_SCALES = (1.0, 1.0, 8.0, 0.25)  # of the gradients in turn: some clip large ones
 _REMEDY = "take an optimizer that updates each element by itself, such as torch.optim.AdamW or SGD"
 
 
@@ -40,200 +50,402 @@ class UnsuitableOptimizerError(ValueError, RuntimeError):
     """An optimizer that a plan cannot step: a wrong argument, and what would be an error of its first step."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Parameters that an optimizer treats in the same way."""
-
-    group: int
-    ndim: int
-    dim: int | None
-    placements: tuple[Any, ...] | None
-
-
-def check_optimizer(
+def members_that_need_wholes(
     optimizer: torch.optim.Optimizer,
     build: Build,
     masters: Mapping[str, nn.Parameter],
     split: ParameterSplit,
-    zero: int,
+    splits: Mapping[str, int],
     world: dist.ProcessGroup,
-) -> None:
-    """Refuses an optimizer that would not update parts as it updates the whole. A collective of `world`.
+) -> frozenset[int]:
+    """Which of the optimizers that `optimizer` is made of would not update parts as they update the whole.
+
+    A collective of `world`.
 
     Args:
         optimizer: the one that was built of `masters`.
         build: makes one of the parameters that it is given.
         split: how tensor parallelism splits the masters.
-        zero: the level, for messages.
+        splits: the axes along which the plan gives ranks different parts of the model, with their degrees.
+        world: all ranks.
+
+    Returns:
+        The places of those members. They are exact if they get whole tensors, one rank or another each.
 
     Raises:
-        UnsuitableOptimizerError: it is no such optimizer; says what works instead.
+        UnsuitableOptimizerError: one of them couples several parameters, or cannot be tried. Says what works instead.
     """
-    if type(optimizer) in _ELEMENTWISE:
-        return
-    is_fake = current_world().is_simulated
-    trained = {name: master for name, master in masters.items() if master.requires_grad}
-    sharded = [name for name, master in trained.items() if isinstance(master, DTensor)]
+    unknown = {i for i, member in enumerate(members_of(optimizer)) if type(member) not in _ELEMENTWISE}
+    if not unknown or not (splits or any(isinstance(master, DTensor) for master in masters.values())):
+        return frozenset()
 
-    def check() -> None:
-        with unset_fake_temporarily():
-            if any(split.num_shards(name) > 1 for name in trained):
-                _check_parts(build, trained, split)
-            if sharded and not is_fake:
-                _check_shards(build, trained, sharded, zero)
+    def find() -> set[int]:
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+            return _Probe(optimizer, build, masters, split, splits, unknown).find()
 
-    succeed_together(check, world, "parallelize")
-
-
-def _check_parts(build: Build, trained: Mapping[str, nn.Parameter], split: ParameterSplit) -> None:
-    whole = _Trial(build, trained, {name: split.layout(name).dim for name in trained})
-    kind = type(whole.optimizer).__name__
-    if type(whole.optimizer) in _ELEMENTWISE:
-        return
-    refused = f"tp={split.size} gives each rank a part of a parameter, and {kind}"
-    advice = f"{_REMEDY}; or tp=1, since zero=1 to 3 shard as DTensors, whose operations see the whole"
-    names = whole.choose([name for name in trained if split.num_shards(name) > 1])
-    try:
-        whole.run(names)
-        halves = [whole.part(build, half) for half in range(2)]
-        for half in halves:
-            half.run(names)
-    except Exception as error:
-        raise UnsuitableOptimizerError(
-            f"{refused} could not be tried on small parts of tensors: its step failed ({_first_line(error)}); {advice}"
-        ) from error
-    for name in names:
-        dim = split.layout(name).dim
-        joined = torch.cat([half.parameters[name].detach() for half in halves], dim)
-        if not whole.agrees(name, joined):
-            raise UnsuitableOptimizerError(
-                f"{refused} couples a tensor's elements (or draws random numbers): the update of {name!r}, "
-                f"{list(trained[name].shape)} on this rank, would depend on how it is split; {advice}"
-            )
+    found = succeed_together(find, world, "parallelize")
+    if world.size() > 1 and not current_world().is_simulated:
+        everyone: list[Any] = [None] * world.size()
+        dist.all_gather_object(everyone, found, group=world)
+        found = set().union(*everyone)
+    return frozenset(found)
 
 
-def _check_shards(build: Build, trained: Mapping[str, nn.Parameter], sharded: list[str], zero: int) -> None:
-    whole = _Trial(build, trained, {name: 0 if name in sharded else None for name in trained})
-    kind = type(whole.optimizer).__name__
-    if type(whole.optimizer) in _ELEMENTWISE:
-        return
-    names = whole.choose(sharded)
-    try:
-        whole.run(names)
-    except Exception:  # it needs something that is not there yet, such as a closure of a certain kind
-        return
-    refused = f"zero={zero} gives {kind} shards of the parameters, DTensors, and "
-    advice = f"{_REMEDY}; or zero=0, where it gets whole tensors"
-    shards = whole.like(build, trained)
-    try:
-        shards.run(names)
-        updated = {name: _full(shards.parameters[name]) for name in names}
-    except Exception as error:
-        raise UnsuitableOptimizerError(f"{refused}its step fails with them ({_first_line(error)}); {advice}") from error
-    for name in names:
-        if not whole.agrees(name, updated[name]):
-            raise UnsuitableOptimizerError(
-                f"{refused}its update of {name!r} would depend on how it is sharded, as it couples a tensor's elements "
-                f"in a way that DTensors do not show, or draws random numbers; {advice}"
-            )
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that an optimizer treats in the same way."""
+
+    member: int
+    options: str
+    ndim: int
+    dim: int | None
+    placements: tuple[Any, ...] | None
 
 
-class _Trial:
-    """An optimizer of small tensors, and its first steps.
+class _Probe:
+    """Tries one optimizer."""
 
-    Args:
-        dims: the dimension along which each parameter is cut; None for one that is not.
-    """
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        build: Build,
+        masters: Mapping[str, nn.Parameter],
+        split: ParameterSplit,
+        splits: Mapping[str, int],
+        unknown: set[int],
+    ) -> None:
+        self._optimizer = optimizer
+        self._build = build
+        self._masters = masters
+        self._unknown = unknown
+        self._splits = splits
+        plan = ", ".join(f"{axis}={degree}" for axis, degree in (splits or {"zero": 3}).items())
+        self._refused = f"{plan} splits the model over ranks, and "
+        self._whole_model = f"a plan that splits nothing ({', '.join(_whole_plan(splits or {'zero': 3}))})"
+        self._by_tensor: dict[str, int | None] = {
+            n: split.layout(n).dim if split.num_shards(n) > 1 else None for n in masters
+        }
+        sharded = {n: m for n, m in masters.items() if isinstance(m, DTensor)}
+        self._by_data: dict[str, int | None] = {n: 0 if n in sharded else None for n in masters}
+        self._shards = max((m.device_mesh.size(-1) for m in sharded.values()), default=0)
+        self._member_of = _members_of_parameters(optimizer)
+        self._group_of = _groups_of_parameters(optimizer)
+        self._kinds = {i: kind_of(member) for i, member in enumerate(members_of(optimizer))}
 
-    def __init__(self, build: Build, trained: Mapping[str, nn.Parameter], dims: Mapping[str, int | None]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.dims = dims
-        self._trained = trained
-        self.start: dict[str, torch.Tensor] = {}
-        self._shapes: dict[str, list[int]] = {}
-        self._change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
-        for name, master in trained.items():
-            shape = [_SIZE if d == dims[name] else min(size, _SIZE) for d, size in enumerate(master.shape)]
-            if dims[name] is not None and isinstance(master, DTensor):
-                shape[0] = 2 * master.device_mesh.size(-1)
-            self._shapes[name] = shape
-            self.start[name] = (torch.randn(shape, generator=generator) * _slope(shape, dims[name])).to(master.dtype)
-        self._build(build)
+    def find(self) -> set[int]:
+        names = self._choose()
+        if not names:
+            return set()
+        small = self._values(names, large=False)
+        whole = self._whole_run(small, names)
+        needs = self._disagreeing(whole, small, names, whole.steps)
+        needs |= self._with_shared_states(whole, names)
+        left = self._unknown - needs
+        if left:
+            needs |= self._found_in_large(left)
+        if self._shards and (left := self._unknown - needs):
+            needs |= self._failing_on_shards(whole, small, left)
+        if (needs and self._splits) or "pp" in self._splits:  # else this rank updates all parameters together
+            self._check_apart(whole, small, names)
+        return needs
 
-    def _build(self, build: Build) -> None:
-        self.parameters = {name: nn.Parameter(value.clone()) for name, value in self.start.items()}
-        self.optimizer = build(dict(self.parameters))
-
-    def choose(self, names: Iterable[str]) -> list[str]:
-        """Some of `names`, of each kind that the optimizer may treat in another way."""
-        group_of = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+    def _choose(self) -> list[str]:
+        """Some parameters of each kind that an optimizer which is not known may treat in another way."""
         counts: dict[_Kind, int] = {}
         chosen = []
-        for name in names:
-            master, parameter = self._trained[name], self.parameters[name]
+        for name, master in self._masters.items():
+            member = self._member_of.get(master)
+            if member not in self._unknown:
+                continue
             placements = tuple(master.placements) if isinstance(master, DTensor) else None
-            kind = _Kind(group_of.get(id(parameter), -1), parameter.ndim, self.dims[name], placements)
+            options = _options(self._optimizer.param_groups[self._group_of[master]])
+            kind = _Kind(member, options, master.ndim, self._by_tensor[name], placements)
             counts[kind] = counts.get(kind, 0) + 1
-            if counts[kind] <= _COMPARED and parameter.ndim:
+            if counts[kind] <= _COMPARED:
                 chosen.append(name)
         return chosen
 
-    def run(self, names: list[str]) -> None:
-        """Takes some steps with gradients of `names`; of all parameters, if its step does not know how to skip some."""
+    def _values(self, names: Iterable[str], *, large: bool) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        values = {}
+        for name in names:
+            master = self._masters[name]
+            if large:
+                ndim = master.ndim
+                shape = [*_LARGE, *[1] * (ndim - 2)] if ndim > 1 else [_LARGE[0] * _LARGE[1]] * ndim
+            else:
+                shape = [min(size, _SIZE) for size in master.shape]
+                dim = self._by_tensor[name]
+                if dim is not None:
+                    shape[dim] = _SIZE
+                if self._by_data[name] is not None:
+                    shape[0] = max(_SIZE, 2 * self._shards)
+            value = torch.randn(shape, generator=generator) * self._slope(name, shape)
+            values[name] = value.to(master.dtype)
+        return values
+
+    def _slope(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Factors that make one half of a tensor unlike the other, along each dimension that is cut."""
+        factors = torch.ones(())
+        for dim in {dim for dim in (self._by_tensor[name], self._by_data[name]) if dim is not None}:
+            view = [-1 if d == dim else 1 for d in range(len(shape))]
+            factors = factors * torch.linspace(1, 4, shape[dim]).view(view)
+        return factors
+
+    def _trial(self, values: Mapping[str, torch.Tensor], only: Sequence[str] | None = None) -> "_Trial":
+        """An optimizer like the probed one.
+
+        Args:
+            values: of its small parameters.
+            only: the names of those that it keeps.
+        """
+        parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+        expected = {name: self._group_of[self._masters[name]] for name in parameters}
         try:
-            self._run(names)
-        except (AttributeError, TypeError):
-            self._run(list(self.parameters))
+            optimizer = self._build(parameters)
+            places = _groups_of_parameters(optimizer)
+            fits = {name: places.get(parameter) for name, parameter in parameters.items()} == expected
+        except Exception:
+            fits = False
+        if not fits:  # its factory needs all parameters, or looks at their sizes
+            optimizer = self._build(self._masters)
+            small = {self._masters[name]: parameter for name, parameter in parameters.items()}
+            for group in optimizer.param_groups:
+                pairs = [(i, small[p]) for i, p in enumerate(group["params"]) if p in small]
+                group["params"] = [parameter for _, parameter in pairs]
+                if "param_names" in group:
+                    group["param_names"] = [group["param_names"][i] for i, _ in pairs]
+            for member in members_of(optimizer):
+                member.state.clear()
+        kept = {id(parameters[name]) for name in (parameters if only is None else only)}
+        for group in optimizer.param_groups:
+            pairs = [(i, p) for i, p in enumerate(group["params"]) if id(p) in kept]
+            group["params"] = [p for _, p in pairs]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][i] for i, _ in pairs]
+            if isinstance(group.get("lr"), float) and group["lr"] == 0:
+                group["lr"] = 1e-2  # a schedule may begin there
+        return _Trial(optimizer, parameters, values)
 
-    def _run(self, names: list[str]) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(_STEPS):
+    def _gradients(self, values: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+        """Of one step: a direction that stays, and noise."""
+        found = {}
+        for place, (name, value) in enumerate(values.items()):
+            direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(1000 + place))
+            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(step * 10_007 + place))
+            gradient = (direction + noise / 2) * self._slope(name, value.shape) ** 2 * _SCALES[step % len(_SCALES)]
+            found[name] = gradient.to(value.dtype)
+        return found
+
+    def _run(
+        self,
+        trial: "_Trial",
+        values: Mapping[str, torch.Tensor],
+        names: Iterable[str],
+        steps: int,
+        change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
+    ) -> "_Trial":
+        for step in range(steps):
+            trial.step({n: change(n, g) for n, g in self._gradients(values, step).items() if n in names})
+        return trial
+
+    def _whole_run(self, small: dict[str, torch.Tensor], names: list[str]) -> "_Trial":
+        state = torch.random.get_rng_state()
+        try:
+            for steps in (_STEPS, _MANY_STEPS):
+                whole = self._run(self._trial(small), small, names, steps)
+                if all(whole.moved(name) > 0 for name in names):
+                    break
+        except Exception as error:
+            raise UnsuitableOptimizerError(
+                f"{self._refused}{self._described(names)} could not be tried on small tensors: its step failed "
+                f"({_first_line(error)}); {_REMEDY}; or {self._whole_model}"
+            ) from error
+        if not torch.equal(state, torch.random.get_rng_state()):
+            raise UnsuitableOptimizerError(
+                f"{self._refused}{self._described(names)} draws random numbers (as stochastic rounding does): its "
+                f"update would depend on which rank draws them; {_REMEDY}; or {self._whole_model}"
+            )
+        for name in names:
+            if not whole.moved(name) > 0:
+                raise UnsuitableOptimizerError(
+                    f"{self._refused}{self._described([name])} could not be tried: {_MANY_STEPS} steps did not change "
+                    f"a small tensor in place of {name!r}; {_REMEDY}; or {self._whole_model}"
+                )
+        return whole
+
+    def _disagreeing(
+        self, whole: "_Trial", values: Mapping[str, torch.Tensor], names: list[str], steps: int
+    ) -> set[int]:
+        """The members that update halves of `values`, along any dimension that the plan cuts, in another way."""
+        needs: set[int] = set()
+        for dims in (self._by_tensor, self._by_data):
+            if all(dims[name] is None for name in names):
+                continue
+
+            def cut(name: str, tensor: torch.Tensor, half: int, dims: Mapping[str, int | None] = dims) -> torch.Tensor:
+                dim = dims[name]
+                return tensor if dim is None else tensor.chunk(2, dim)[half].clone()
+
+            try:
+                halves = []
+                for half in range(2):
+                    parts = {name: cut(name, value, half) for name, value in values.items()}
+                    halves.append(self._run(self._trial(parts), values, names, steps, partial(cut, half=half)))
+            except Exception:
+                return set(self._unknown)
             for name in names:
-                shape = self._shapes[name]
-                gradient = torch.randn(shape, generator=generator) * _slope(shape, self.dims[name]) ** 2
-                self.parameters[name].grad = self._change(name, gradient.to(self._trained[name].dtype))
-            self.optimizer.step()
+                dim = dims[name]
+                parts_of = [half.parameters[name].detach() for half in halves]
+                joined = parts_of[0] if dim is None else torch.cat(parts_of, dim)
+                if not whole.agrees(name, joined):
+                    needs.add(self._member_of[self._masters[name]])
+        return needs
 
-    def part(self, build: Build, half: int) -> "_Trial":
-        """The same with one half of each parameter that is cut."""
-        return self._derived(build, lambda name, tensor: _half(tensor, self.dims[name], half))
+    def _with_shared_states(self, whole: "_Trial", names: list[str]) -> set[int]:
+        """The members whose states are of other shapes than the parameters. Elements share them, sooner or later."""
+        needs = set()
+        for name in names:
+            parameter = whole.parameters[name]
+            if self._by_tensor[name] is None and self._by_data[name] is None:
+                continue
+            states = whole.optimizer.state.get(parameter, {}).values()
+            if not all(_is_of_elements(value, parameter) for value in states):
+                needs.add(self._member_of[self._masters[name]])
+        return needs
 
-    def like(self, build: Build, masters: Mapping[str, nn.Parameter]) -> "_Trial":
-        """The same with tensors that are sharded as `masters` are."""
+    def _found_in_large(self, members: set[int]) -> set[int]:
+        names = [
+            name
+            for name in self._choose()
+            if self._member_of[self._masters[name]] in members
+            and (self._by_tensor[name] is not None or self._by_data[name] is not None)
+        ]
+        if not names:
+            return set()
+        values = self._values(names, large=True)
+        try:
+            whole = self._run(self._trial(values), values, names, _LARGE_STEPS)
+        except Exception:
+            return set(members)
+        return self._disagreeing(whole, values, names, _LARGE_STEPS) | self._with_shared_states(whole, names)
+
+    def _failing_on_shards(self, whole: "_Trial", small: Mapping[str, torch.Tensor], members: set[int]) -> set[int]:
+        """The members whose step DTensors cannot do, or do in another way."""
+        if current_world().is_simulated:
+            return set()
+        names = [n for n in small if self._member_of[self._masters[n]] in members]
 
         def shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            master = masters[name]
-            if not isinstance(master, DTensor):
+            master = self._masters[name]
+            if self._by_data[name] is None:
                 return tensor
+            assert isinstance(master, DTensor)
             return distribute(tensor, master.device_mesh, master.placements)
 
-        return self._derived(build, shard)
+        try:
+            shards = self._trial({name: shard(name, value) for name, value in small.items()}, names)
+            self._run(shards, small, names, whole.steps, shard)
+            updated = {name: _full(shards.parameters[name]) for name in names}
+        except Exception:
+            return members
+        return {self._member_of[self._masters[n]] for n in names if not whole.agrees(n, updated[n])}
 
-    def _derived(self, build: Build, change: Callable[[str, torch.Tensor], torch.Tensor]) -> "_Trial":
-        derived = object.__new__(_Trial)
-        derived.dims, derived._trained, derived._shapes = self.dims, self._trained, self._shapes
-        derived.start = {name: change(name, tensor) for name, tensor in self.start.items()}
-        derived._change = change
-        derived._build(build)
-        return derived
+    def _check_apart(self, whole: "_Trial", small: Mapping[str, torch.Tensor], names: list[str]) -> None:
+        """Refuses what couples several parameters: each is updated where it is whole, apart from others.
 
-    def agrees(self, name: str, value: torch.Tensor) -> bool:
+        Raises:
+            UnsuitableOptimizerError: an update depends on other parameters.
+        """
+        for some in (names[::2], names[1::2]):
+            try:
+                apart = self._run(self._trial(small, some), small, some, whole.steps)
+            except Exception as error:
+                raise UnsuitableOptimizerError(
+                    f"{self._refused}{self._described(names)} cannot update some parameters without the others: its "
+                    f"step then failed ({_first_line(error)}); {_REMEDY}; or {self._whole_model}"
+                ) from error
+            for name in some:
+                if not whole.agrees(name, apart.parameters[name].detach(), _DISTINCT):
+                    raise UnsuitableOptimizerError(
+                        f"{self._refused}{self._described([name])} couples several parameters: the update of {name!r} "
+                        f"depends on the gradients of others, as by a norm of all gradients, or one rate for all. If "
+                        f"it is a norm, switch it off and set Plan(clip_grad_norm=...); else {_REMEDY}; or "
+                        f"{self._whole_model}"
+                    )
+
+    def _described(self, names: Iterable[str]) -> str:
+        places = dict.fromkeys(self._member_of[self._masters[name]] for name in names)
+        return " with ".join(self._kinds[place] for place in places)
+
+
+class _Trial:
+    """An optimizer of small tensors.
+
+    Attributes:
+        steps: how many it has made.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: dict[str, nn.Parameter],
+        start: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.steps = 0
+        self._start = start
+        for member in members_of(optimizer):
+            begin = getattr(member, "train", None)  # schedule-free ones are told when training begins
+            if callable(begin):
+                begin()
+
+    def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+        self.optimizer.step()
+        self.steps += 1
+
+    def moved(self, name: str) -> float:
+        """By how much the parameter has changed."""
+        change = (self.parameters[name].detach() - self._start[name]).abs()
+        return float(change.max()) if change.numel() else 1.0
+
+    def agrees(self, name: str, value: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
         """Whether `value` is what the parameter has become."""
         expected = self.parameters[name].detach()
-        moved = (expected - self.start[name]).abs().max()
-        return bool((value.cpu() - expected).abs().max() <= _TOLERANCE * moved)
+        if not expected.numel():
+            return True
+        return bool((value.cpu() - expected).abs().max() <= tolerance * self.moved(name))
 
 
-def _slope(shape: list[int], dim: int | None) -> torch.Tensor:
-    """Factors that make one half of a tensor unlike the other."""
-    if dim is None:
-        return torch.ones(())
-    view = [-1 if d == dim else 1 for d in range(len(shape))]
-    return torch.linspace(1, 4, shape[dim]).view(view)
+def _members_of_parameters(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    members = enumerate(members_of(optimizer))
+    return {p: i for i, member in members for group in member.param_groups for p in group["params"]}
 
 
-def _half(tensor: torch.Tensor, dim: int | None, half: int) -> torch.Tensor:
-    return tensor.clone() if dim is None else tensor.chunk(2, dim)[half].clone()
+def _groups_of_parameters(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    """What may make an optimizer treat the parameters of a group in another way."""
+    numbers = ("params", "param_names", "lr", "initial_lr", "weight_decay")
+    return repr([(key, value) for key, value in group.items() if key not in numbers])
+
+
+def _is_of_elements(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state is a number, or has one for each element of the parameter."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    return value.numel() == 1 or value.shape == parameter.shape
+
+
+def _whole_plan(splits: Mapping[str, int]) -> list[str]:
+    return [f"{axis}={0 if axis == 'zero' else 1}" for axis in splits]
 
 
 def _full(parameter: nn.Parameter) -> torch.Tensor:
