@@ -29,9 +29,17 @@ _PUBLIC = {
 }
 _PUBLIC["nn.ParallelLinear.convert_parallel_linear"] = ts.nn.ParallelLinear.convert_parallel_linear
 # What is returned by what has an example, is an error, or is one line.
-_WITHOUT_EXAMPLE = {"Estimate", "FoundPlan", "PlanSearch", "distributed.CollectiveMismatchError", "get_parallel_dim"}
+_WITHOUT_EXAMPLE = {
+    "Estimate",
+    "FoundPlan",
+    "PlanSearch",
+    "Verification",
+    "distributed.CollectiveMismatchError",
+    "get_parallel_dim",
+}
 _RAISE_NOTHING = {"distributed.destroy_process_group", "distributed.is_initialized", "get_parallel_dim"}
 _ELSEWHERE = {"estimate", "find_plans"}  # they are about a world that is not there
+_STARTS_RANKS = {"verify", "verify_layout"}
 
 
 @pytest.mark.parametrize("name", _PUBLIC)
@@ -59,5 +67,8 @@ def _run(name: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("name", [name for name in _PUBLIC if name not in _WITHOUT_EXAMPLE])
 def test_the_example_runs(ranks, tmp_path, name):
+    if name in _STARTS_RANKS:
+        assert _run(name, tmp_path) == ""
+        return
     processes = 2 if "# on two ranks" in (inspect.getdoc(_PUBLIC[name]) or "") else 1
     assert ranks(processes, _run, name, tmp_path) == [""] * processes
