@@ -18,7 +18,8 @@ BATCH, EPOCHS = 8, 2
 
 
 class Normalized(nn.Module):
-    """Batch normalizations, one with running statistics of each kind."""
+    """Batch normalizations, one with running statistics of each kind. In fp64: some biases have a gradient of rounding
+    alone, by which Adam would divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +29,11 @@ class Normalized(nn.Module):
         self.samples = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
         self.average = nn.BatchNorm1d(4, momentum=None)
         self.out = nn.Linear(16, 3)
+        self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.average(self.samples(self.norm(self.inlet(x[:, None]))))).flatten(1))
+        x = self.inlet(x.double()[:, None])
+        return self.out(torch.tanh(self.average(self.samples(self.norm(x)))).flatten(1))
 
 
 class BatchNormalized(Normalized):

@@ -247,7 +247,7 @@ COUPLING: dict[str, Callable[..., Any]] = {
     "late_shampoo": LateShampoo,
     "soap": Soap,
     "schedule_free_normalized": NormalizedScheduleFree,
-    "eight_bits": EightBits,
+    "eight_bits": partial(EightBits, lr=0.004),  # so small that a code which rounds the other way is within bounds
 }
 """They couple the elements of a tensor."""
 

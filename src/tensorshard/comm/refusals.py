@@ -31,7 +31,7 @@ _MODELS = _PACKAGE / "models"  # they count as users' models
 _LIBRARIES = (_PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
 _REFUSALS = (ValueError, TypeError, RuntimeError)
 _KEY = "tensorshard/refusal"
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 5.0
 _AGENT_SECONDS = 20.0  # the first process runs its exit handlers before it ends
 _CHARACTERS = 150
 
@@ -100,7 +100,7 @@ def _tell_agent(said: str) -> None:
 
 def _wait_for_agent(is_cause: bool) -> None:
     """Gives the launcher time to end this process, as it does when the first one has ended."""
-    seconds = _PATIENCE_SECONDS / 2
+    seconds = 1.0
     if not is_cause and "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         seconds = _AGENT_SECONDS

@@ -232,7 +232,7 @@ def _made(factory: OptimizerFactory, masters: Mapping[str, nn.Parameter]) -> lis
             for one, members in zip(by_parameter.factories, chosen, strict=True)
             for member in _made(one, dict(members))
         ]
-    given: Any = list(masters.items()) if _wants_names(factory) else list(masters.values())
+    given: Any = list(masters.items()) if wants_names(factory) else list(masters.values())
     try:
         built: Any = factory(given)
     except (TypeError, ValueError) as error:
@@ -276,7 +276,7 @@ def _choose_kernels(built: torch.optim.Optimizer) -> None:
             group["fused"] = True
 
 
-def _wants_names(factory: Any) -> bool:
+def wants_names(factory: Any) -> bool:
     try:
         return "named_parameters" in inspect.signature(factory).parameters
     except (TypeError, ValueError):

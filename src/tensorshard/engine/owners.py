@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.primitives import start_exchange
@@ -235,6 +236,8 @@ class Owners:
             masters = self._sharded.masters()
             parts = {name: [shard_of(masters[name].detach())] for name in self._moved}
             self._exchange(self._moved, parts, to_owners=False)
+            # On all ranks alike, those that have none of a parameter, too: what was written is published by all.
+            increment_version([part for each in parts.values() for part in each])
         self.release()
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +23,7 @@ from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError
-from tensorshard.engine.optimizer import build_optimizer
+from tensorshard.engine.optimizer import build_optimizer, wants_names
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate
@@ -248,12 +248,17 @@ def _asked_for(section: str) -> Iterator[None]:
 
 
 def _check_optimizer(config: DictConfig) -> None:
-    """Builds the optimizer of a small matrix and a number, before anything large is built."""
+    """Builds the optimizer of a small matrix and a number, before anything large is built.
+
+    One that chooses parameters by their names needs the model's.
+    """
     few = {"weight": nn.Parameter(torch.zeros(2, 2)), "bias": nn.Parameter(torch.zeros(1))}
     try:
-        build_optimizer(instantiate(config.optimizer), few)
+        factory = instantiate(config.optimizer)
+        if not isinstance(factory, Mapping) and not wants_names(factory):
+            build_optimizer(factory, few)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer: {error}") from error
+        raise ConfigError(f"optimizer: {str(error).removeprefix('optimizer(parameters) failed: ')}") from error
 
 
 def _report(

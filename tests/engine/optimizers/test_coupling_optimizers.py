@@ -85,4 +85,5 @@ def test_20_steps_are_those_of_one_process(ranks, plan, kind):
     assert all(other["losses"] == found["losses"] for other in others)
     start = _model().state_dict()
     moved = {name: (value - start[name]).norm() / 0.1 for name, value in expected["state"].items()}
-    assert sorted(moved.values())[len(moved) // 4] > 1e-3  # hundreds of times the bound; a key's bias has no gradient
+    # Hundreds of times the bound. A key's bias has no gradient, and some optimizers do not move what begins as zeros.
+    assert sum(value > 1e-3 for value in moved.values()) > len(moved) / 3

@@ -7,6 +7,7 @@ norm of all gradients look at several tensors, which no rank has together.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,6 +132,8 @@ class _Probe:
         self._member_of = _members_of_parameters(optimizer)
         self._group_of = _groups_of_parameters(optimizer)
         self._kinds = {i: kind_of(member) for i, member in enumerate(members_of(optimizer))}
+        # By the identity of the tensors, which are held so that none other has it, and the step.
+        self._made: dict[tuple[int, int], tuple[Mapping[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
 
     def find(self) -> set[int]:
         names = self._choose()
@@ -229,13 +232,16 @@ class _Probe:
 
     def _gradients(self, values: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
         """Of one step: a direction that stays, and noise."""
-        found = {}
-        for place, (name, value) in enumerate(values.items()):
-            direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(1000 + place))
-            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(step * 10_007 + place))
-            gradient = (direction + noise / 2) * self._slope(name, value.shape) ** 2 * _SCALES[step % len(_SCALES)]
-            found[name] = gradient.to(value.dtype)
-        return found
+        key = id(values), step
+        if key not in self._made:
+            self._made[key] = values, {n: self._gradient(n, v, i, step) for i, (n, v) in enumerate(values.items())}
+        return self._made[key][1]
+
+    def _gradient(self, name: str, value: torch.Tensor, place: int, step: int) -> torch.Tensor:
+        direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(1000 + place))
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(step * 10_007 + place))
+        gradient = (direction + noise / 2) * self._slope(name, value.shape) ** 2 * _SCALES[step % len(_SCALES)]
+        return gradient.to(value.dtype)
 
     def _run(
         self,
@@ -246,7 +252,8 @@ class _Probe:
         change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
     ) -> "_Trial":
         for step in range(steps):
-            trial.step({n: change(n, g) for n, g in self._gradients(values, step).items() if n in names})
+            gradients = self._gradients(values, step)
+            trial.step({n: change(n, gradients[n]).clone() for n in gradients if n in names})
         return trial
 
     def _whole_run(self, small: dict[str, torch.Tensor], names: list[str]) -> "_Trial":
@@ -285,7 +292,7 @@ class _Probe:
 
             def cut(name: str, tensor: torch.Tensor, half: int, dims: Mapping[str, int | None] = dims) -> torch.Tensor:
                 dim = dims[name]
-                return tensor if dim is None else tensor.chunk(2, dim)[half].clone()
+                return tensor if dim is None else tensor.chunk(2, dim)[half]
 
             try:
                 halves = []
@@ -399,7 +406,8 @@ class _Trial:
         for member in members_of(optimizer):
             begin = getattr(member, "train", None)  # schedule-free ones are told when training begins
             if callable(begin):
-                begin()
+                with suppress(Exception):  # of one that takes back what its eval() did, which has not been called
+                    begin()
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
