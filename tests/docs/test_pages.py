@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections import Counter
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ RANKS = {
     "docs/heads.md": 2,
     "docs/logits.md": 2,
     "docs/offload.md": 1,
+    "docs/optimizers.md": 2,
     "docs/pipelines.md": 4,
     "docs/planning.md": 1,
     "docs/pretrained.md": 4,
@@ -64,6 +66,7 @@ NOT_RUN = {
     "train.py is the block above, which runs on 4 ranks": 1,
     "installs packages": 1,
     "makes the model that the test makes, too": 1,
+    "for GitHub": 1,
 }
 OWN_PLAN = 'ts.Plan(zero=3, precision="bf16", clip_grad_norm=1.0)'  # of docs/your-own-loop.md
 ELSEWHERE = ("docs/estimate.md", "docs/planning.md")  # they are about a world that is not there
@@ -273,7 +276,8 @@ def _run_commands(page: str, folder: Path) -> dict[str, str]:
     tiny = "train.steps=1 train.save_every=1 train.eval_batches=1 model.width=16 model.num_layers=1 sample=null"
     started = mock.patch("tensorshard.trainer.launch.launcher.launch", _start)
     no_estimate = mock.patch("tensorshard.trainer.estimated_run.estimate_first", lambda *_, **__: (None, []))
-    with contextlib.chdir(folder), mock.patch.object(sys, "path", list(sys.path)), started, no_estimate:
+    verified = mock.patch.object(import_module("tensorshard.verify.verify"), "notebook_launch", _start)
+    with contextlib.chdir(folder), mock.patch.object(sys, "path", list(sys.path)), started, no_estimate, verified:
         Path("my_config.py").write_text((ROOT / "src/tensorshard/configs/quickstart.py").read_text())
         for file in Path().glob("*.npy"):  # which a command writes
             file.unlink()

@@ -89,7 +89,9 @@ WRONG: dict[str, Case] = {
         lambda: _parallelize(optimizer=partial(torch.optim.AdamW, learning_rate=1.0)),
         "optimizer(parameters) failed", "learning_rate",
     ),
-    "an optimizer that is none": (lambda: _parallelize(optimizer=list), "returned a Parameter in a list", "a torch Optimizer"),
+    "an optimizer that is none": (
+        lambda: _parallelize(optimizer=list), "returned a Parameter in a list", "a torch Optimizer"
+    ),
     "an optimizer of other parameters": (
         lambda: _parallelize(optimizer=_ignores_what_it_is_given), "shape (7,)", "that it was not given"
     ),
