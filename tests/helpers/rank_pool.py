@@ -3,7 +3,6 @@
 import gc
 import multiprocessing as mp
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -37,9 +36,9 @@ def _serve(connection: Connection) -> None:
     """A worker's life: join a fresh process group, run a function, report, repeat."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    clears = _caches_of_tensors()
+    from tensorshard.torch_private.process_groups import forget_meshes
+
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     record_comparisons()
     gc.freeze()  # what was imported stays, and need not be searched for garbage
@@ -70,27 +69,12 @@ def _serve(connection: Connection) -> None:
                 os.environ.pop(name, None)
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Its meshes belong to the groups of this test, but equal, by their ranks, those of later ones.
-            _clear_sharding_prop_cache()
-            for clear in clears:
-                clear()
+            forget_meshes()
             gc.collect()  # engines that hold themselves would keep their groups' threads
         try:
             connection.send(outcome)
         except Exception:
             connection.send((False, f"the result of rank {rank} could not be sent:\n{traceback.format_exc()}"))
-
-
-def _caches_of_tensors() -> list[Callable[[], Any]]:
-    """What empties the caches that torch's DTensors keep by their meshes, and with them the groups' threads."""
-    from torch.distributed.tensor._collective_utils import MeshTopoInfo
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-
-    modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor.")]
-    kept = [value for module in modules for value in vars(module).values() if not isinstance(value, type)]
-    caches = [*kept, MeshTopoInfo.build_from_mesh]
-    clears = [cache.cache_clear for cache in caches if hasattr(cache, "cache_clear")]
-    return [*clears, clear_redistribute_planner_cache]
 
 
 class RankPool:
