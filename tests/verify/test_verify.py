@@ -37,7 +37,7 @@ def _verify(plan: ts.Plan, model: Any = Transformer, **options: Any) -> ts.Verif
     return ts.verify(model, plan, **given)
 
 
-@pytest.mark.fast_cases("zero3, clipped", "tp, sequence parallel")
+@pytest.mark.fast_cases("zero3, clipped")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -74,6 +74,7 @@ def test_planted_faults(fault, plan):
     assert found.culprit.axis and f"culprit: {kind}" in found.describe()
 
 
+@pytest.mark.slow
 def test_the_smallest_part_of_the_plan():
     plant, _ = FAULTS["a layer's output larger"]
 
