@@ -259,6 +259,7 @@ def _estimated_for_gpus(plans: list[ts.Plan]) -> list[RankEstimate]:
     return [ts.estimate(_LARGER, plan, world_size=1, **given).largest for plan in plans]
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_from_gpus(ranks):
     """Two states, a gradient and a master of fp32 are the host's, where the CPU's fp32 parameters are the masters."""
     plans = [
