@@ -60,7 +60,6 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-1-zero3",
     "gpt-2x1-zero3-replicas",
     "gpt-2-zero2-micro2-clip-offload",
-    "gpt-2-zero3-micro2-clip-tiled",
     "hf_bert-2-zero0",
 )
 @pytest.mark.parametrize("case", FP32)

@@ -18,6 +18,7 @@ def test_an_exact_plan_passes_and_has_a_hash() -> None:
     assert found.ranks == 2 and len(found.hash) == 16
 
 
+@pytest.mark.slow
 def test_what_differs_is_described() -> None:
     class Uneven(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -289,6 +289,7 @@ def test_a_layer_is_as_slow_as_its_slowest_rank():
     assert layers.summarize_layer(of_ranks, [7, 8]) == layers.LayerMeasurement([3.0, 2.0], [1.25, 0.75], [7, 8])
 
 
+@pytest.mark.slow
 def test_layers_are_measured_on_ranks():
     work = replace(tensor.WORKS["MLP 512, 256 tokens"], width=16, sequence=8)
     lineup = [contender for contender in tensor.contenders("mlp") if contender.ours or "torch." in contender.requires]

@@ -143,6 +143,7 @@ def test_a_rank_of_eight_is_trained_alone(contender: Contender):
     assert found.classes[1] > 100_000
 
 
+@pytest.mark.slow
 def test_a_gpus_memory_is_limited_to_the_budget(monkeypatch):
     """With an allocator that has only the limit which PyTorch was given, of a GPU of 100 GB."""
     limit = 0.0

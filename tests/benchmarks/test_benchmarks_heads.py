@@ -86,6 +86,7 @@ def test_errors_are_seen(ranks, what):
     assert ranks(1, _wrong, what)[0] > 5e-3
 
 
+@pytest.mark.slow
 def test_heads_are_measured_on_ranks():
     job = HeadJob(WORK, "head_ours", {}, 1, exact=True, warmup_steps=1, measured_steps=1)
     found = measure_head(job, 2, environment=heads.NO_GPU, timeout=300)

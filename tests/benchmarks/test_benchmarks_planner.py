@@ -1,5 +1,6 @@
 """The planner's benchmark: how good a choice is, what is written of it, and that its ranks run."""
 
+import pytest
 from benchmarks.harness.jobs import run_job
 from benchmarks.harness.planner_document import PlannerResults, markdown_runs, markdown_scale
 from benchmarks.harness.planner_models import MODELS
@@ -47,6 +48,7 @@ def test_plans_of_the_grid_and_of_others_are_plans():
     assert len(MODELS) == 8
 
 
+@pytest.mark.slow
 def test_ranks_run_plans_in_turn():
     job = RunsJob("LSTM", [dict(zero=0), dict(zero=2), dict(pp=4)], rounds=2)
     ranks = run_job(

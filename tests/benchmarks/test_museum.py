@@ -1,5 +1,7 @@
 """Every fault of the museum is found and named, and the same layout without it is exact."""
 
+from typing import Any
+
 import pytest
 from benchmarks.museum import EXHIBITS
 from benchmarks.museum.exhibit import Exhibit
@@ -17,18 +19,25 @@ def _case(exhibit: Exhibit) -> str:
 
 
 # One of each kind, and of each way to be parallel.
-@pytest.mark.fast_cases(
+_FAST = {
     "each_micro-batch's_loss_is_a_mean_over_its_own_tokens",
-    "a_norm_that_counts_each_replica",
     "labels_smoothed_over_a_rank's_own_classes",
     "an_overlapped_backward_that_multiplies_by_the_wrong_rank's_weights",
-    "fused_queries,_keys_and_values,_cut_in_two_in_the_middle",
-    "a_later_packed_document,_at_the_positions_of_the_first",
     "expert_gradients_that_are_too_large_by_the_expert-parallel_degree",
-    "tied_embeddings_on_the_first_and_last_stage,_that_nobody_keeps_equal",
     "moments_that_a_checkpoint_has_and_a_resume_drops",
-)
-@pytest.mark.parametrize("exhibit", EXHIBITS, ids=_case)
+}
+
+
+def _cases() -> list[Any]:
+    """These, and every fifth of the rest. `python -m benchmarks museum` looks at all, and fails if one is missed."""
+    every = {_case(exhibit): exhibit for exhibit in EXHIBITS}
+    assert every.keys() >= _FAST
+    slow = [name for number, name in enumerate(every) if number % 5 == 0 and name not in _FAST]
+    found = [pytest.param(every[name], id=name) for name in sorted(_FAST)]
+    return [*found, *(pytest.param(every[name], id=name, marks=pytest.mark.slow) for name in slow)]
+
+
+@pytest.mark.parametrize("exhibit", _cases())
 def test_is_named_and_without_its_fault_exact(exhibit):
     found = ts.verify_layout(exhibit.reference, exhibit.parallel, ranks=exhibit.ranks, gather=exhibit.gather)
     assert found.culprit is not None

@@ -92,6 +92,7 @@ def test_contenders_train_the_same_in_turn():
     assert all(value.median > 0 for row in group.rows for value in row.values.values())
 
 
+@pytest.mark.slow
 def test_the_reason_of_a_contender_that_fails_is_told():
     broken = Contender("broken", "ours", "tensorshard.engine", {"zero": 7})
     with pytest.raises(RankError, match="zero"):

@@ -145,6 +145,7 @@ def test_the_monitor_names_what_differs(ranks):
         ranks(2, _call_different_collectives, "shapes")
 
 
+@pytest.mark.slow
 def test_the_monitor_does_not_wait_for_ever(ranks):
     with pytest.raises(RankError, match=r"not all of the ranks .* reached collective number 2 .* within 2 s"):
         ranks(2, _call_different_collectives, "absence")

@@ -177,6 +177,7 @@ def test_python_runs(ranks, page, tmp_path):
     CHECKS.get(page, lambda *_: None)(found[0], tmp_path)
 
 
+@pytest.mark.slow_cases("ts.Plan(zero=0)")
 @pytest.mark.parametrize(
     "plan",
     [

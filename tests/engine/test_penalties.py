@@ -141,6 +141,7 @@ def _low_precision(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch
     return losses, engine.full_state_dict()
 
 
+@pytest.mark.slow_cases("bf16")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_in_16_bits_penalties_are_of_the_master_weights(ranks, precision):
     losses, weights = ranks(1, _low_precision, {})[0]

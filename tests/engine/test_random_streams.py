@@ -165,6 +165,7 @@ def test_a_resumed_run_draws_what_the_first_would_have_drawn(ranks, tmp_path, fi
         assert resumed == expected and not messages
 
 
+@pytest.mark.slow_cases("2-{'tp': 2}")
 @pytest.mark.parametrize(
     ("size", "fields"),
     [

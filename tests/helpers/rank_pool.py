@@ -36,7 +36,8 @@ def _serve(connection: Connection) -> None:
     """A worker's life: join a fresh process group, run a function, report, repeat."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from tensorshard.torch_private.process_groups import forget_meshes
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     record_comparisons()
@@ -68,8 +69,7 @@ def _serve(connection: Connection) -> None:
                 os.environ.pop(name, None)
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Its meshes belong to the groups of this test, but equal, by their ranks, those of later ones.
-            _clear_sharding_prop_cache()
+            forget_meshes()
             gc.collect()  # engines that hold themselves would keep their groups' threads
         try:
             connection.send(outcome)

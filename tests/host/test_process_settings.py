@@ -64,6 +64,7 @@ def _settings_of_a_process(variable: str | None, before: str = "") -> list[str]:
 _A_WORKER = "from tensorshard.trainer.launch.worker import run_worker; run_worker(print, [''], report=False)"
 
 
+@pytest.mark.slow_cases("a worker")
 @on_linux
 @pytest.mark.parametrize(
     ("variable", "before", "expected"),
@@ -207,6 +208,7 @@ print((held - resident()) / (held - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_tensors_leave_no_holes():
     shares = {}

@@ -215,6 +215,7 @@ def test_buffers_are_pinned_once_and_within_their_budget(ranks, activations):
     assert left == 0
 
 
+@pytest.mark.slow
 def test_nothing_mixes_tensors_of_the_device_and_of_the_host():
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this version of torch takes no device types from Python")

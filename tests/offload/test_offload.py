@@ -108,6 +108,7 @@ def test_the_same_from_a_device_whose_memory_is_not_the_hosts(ranks, tmp_path, w
     assert ranks(world_size, _both_off_device, cases, offload)[0] == []
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("parameters", [None, pytest.param("disk", marks=pytest.mark.slow)])
 def test_the_same_from_such_a_device_with_sharded_parameters(ranks, tmp_path, parameters):
     offload = dict(optimizer="cpu", gradients="cpu", parameters=parameters, path=str(tmp_path))

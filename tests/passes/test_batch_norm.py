@@ -236,6 +236,7 @@ def test_the_same_in_fp32(ranks):
     _assert_close(found[0], {kind: _train_alone(kind, torch.float32) for kind in NORMS}, 1e-5)
 
 
+@pytest.mark.slow_cases("none")
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_same_in_bf16(ranks, recompute):
     kinds = [kind for kind in NORMS if kind not in ("own",)]

@@ -43,6 +43,7 @@ def test_what_lies_between_split_layers_is_compiled(ranks):
     _check(ranks, "gpt", 2, dict(tp=2, sequence_parallel=True), "eager", 2)
 
 
+@pytest.mark.slow
 def test_statistics_of_all_data_ranks_are_taken_between_compiled_graphs(ranks):
     _check(ranks, "resnet", 2, dict(zero=3), "eager", 2)
 

@@ -277,6 +277,7 @@ def test_a_model_in_files_is_estimated_as_its_constructor(ranks, tmp_path):
     assert peak == constructors > 0 and best.tp == 1
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_from_gpus(ranks):
     """Two states, a gradient and a master of fp32 are the host's, where the CPU's fp32 parameters are the masters."""
     plans = [

@@ -149,6 +149,7 @@ def test_a_penalty_under_other_plans(ranks, fields):
     assert max(ranks(2, penalize, orthogonality, fields, False)[0]) < 2e-5
 
 
+@pytest.mark.slow
 def test_a_penalty_with_data_ranks(ranks):
     assert max(ranks(4, penalize, orthogonality, dict(tp=2, zero=0), False)[0]) < 2e-5
 
@@ -429,6 +430,7 @@ def test_transforms_of_torch_func_are_refused(ranks):
 # -- with ZeRO 3, too --
 
 
+@pytest.mark.slow_cases("some_entries")
 @pytest.mark.parametrize(
     "change",
     [
@@ -443,6 +445,7 @@ def test_a_write_with_shards(ranks, change):
     assert ranks(4, write, change, dict(tp=2, zero=3))[0] < 2e-5
 
 
+@pytest.mark.slow_cases("perturb")
 @pytest.mark.parametrize("loop", [pytest.param(clip, marks=pytest.mark.slow), perturb])
 def test_gradients_with_shards(ranks, loop):
     assert ranks(4, differentiate, loop, dict(tp=2, zero=3))[0] < 2e-5

@@ -30,6 +30,7 @@ def test_one_message_is_silenced_and_others_are_heard(caplog: pytest.LogCaptureF
     assert [record.msg for record in caplog.records] == ["another of %s", messages._NO_CUDA]
 
 
+@pytest.mark.slow
 def test_torch_still_says_what_is_silenced_in_these_words() -> None:
     """In a process without a world, and one that profiles for the first time."""
     code = """

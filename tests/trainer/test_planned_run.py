@@ -46,6 +46,7 @@ def test_a_plan_of_a_file_is_the_runs_plan_and_later_overrides_change_it(tmp_pat
             read_config("quickstart", [f"train.plan={tmp_path}/{path}"])
 
 
+@pytest.mark.slow
 def test_the_command_finds_plans_saves_the_best_and_says_how_to_run_it(tmp_path: Path, capsys):
     fixed = {"pp": 1, "tp": 1, "recompute": "none", "offload": "null", "micro_batches": 1}
     words = [*SMALL, *(f"train.plan.{name}={value}" for name, value in fixed.items())]

@@ -161,6 +161,7 @@ def test_a_resumed_run_may_change_its_optimizer(ranks: RankPool, config: Path, t
         assert line["lr"] == pytest.approx(2 * rates[line["step"]])
 
 
+@pytest.mark.slow
 def test_dropout_continues_where_it_was(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     ranks(2, _run, config, "model.dropout=0.5", output=tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"

@@ -37,7 +37,7 @@ def _verify(plan: ts.Plan, model: Any = Transformer, **options: Any) -> ts.Verif
     return ts.verify(model, plan, **given)
 
 
-@pytest.mark.fast_cases("zero3, clipped", "tp, sequence parallel")
+@pytest.mark.fast_cases("zero3, clipped")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -55,7 +55,7 @@ def test_exact_plans(fields):
     assert found, found.describe()
     assert found.culprit is None and len(found.hash) == 16
     counts = found.comparison.counts
-    assert counts["gradient"] and counts["state"] and counts["other"] == 2
+    assert counts["gradient"] and counts["state"] and counts["other"] == (2 if fields.get("precision") == "bf16" else 3)
     assert (counts["norm"] > 0) == ("clip_grad_norm" in fields)
     text = found.describe()
     assert ": exact, " in text and "gradients before clipping" in text and found.hash in text
@@ -74,6 +74,7 @@ def test_planted_faults(fault, plan):
     assert found.culprit.axis and f"culprit: {kind}" in found.describe()
 
 
+@pytest.mark.slow
 def test_the_smallest_part_of_the_plan():
     plant, _ = FAULTS["a layer's output larger"]
 

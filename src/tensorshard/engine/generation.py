@@ -81,7 +81,7 @@ class Generator:
                 {**new, "past_key_values": cache, "use_cache": True}, compare=new if not read else None
             )
             read = tokens.size(1)
-            return _logits(output, new["input_ids"])[:, -1]
+            return logits_of(output, new["input_ids"])[:, -1]
 
         return next_logits
 
@@ -99,7 +99,7 @@ class Generator:
             missing = -samples % self._micro_batches if self._mesh.degrees["pp"] > 1 else 0
             tokens = torch.cat([tokens, tokens[:1].expand(missing, -1)]) if missing else tokens
             inputs = {"input_ids": tokens} if by_name else tokens
-            return _logits(self._predict(inputs, compare=inputs), tokens)[:samples, last]
+            return logits_of(self._predict(inputs, compare=inputs), tokens)[:samples, last]
 
         return next_logits
 
@@ -155,7 +155,7 @@ def longest_sequence(model: nn.Module) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
-def _logits(output: Any, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(output: Any, tokens: torch.Tensor) -> torch.Tensor:
     """The logits in what a model returned for `tokens`: [samples, tokens, vocabulary].
 
     Raises:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.generation import logits_of
 from tensorshard.engine.loss import sum_and_count
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.model.batches import batch_size, call_model, split_into
@@ -37,6 +38,8 @@ from tensorshard.verify.verification import Part, Verification, versions
 from tensorshard.weights.files.checkpoint_files import read_tensors
 
 _TIMEOUT = 300.0  # seconds that one layout may take
+_NEW_TOKENS = 4
+_GENERATED = "generated tokens"
 _IN_16_BITS = 5e-2  # how far 16 bits may be apart, of what a step has changed
 # Fields that mean something only with another one, with which they are tried.
 _WITH = {
@@ -243,7 +246,42 @@ def _one_process(case: _Case, data_ranks: int, is_disturbed: bool) -> Record:
         output = call_model(model, inputs)
         total, count = _loss(case.loss_fn(output, targets), inputs)
         made.others = {"evaluation loss": (total / count).cpu(), **_main_output(output)}
+        made.others.update(_generated(model, inputs))
     return made
+
+
+def _generated(model: nn.Module, inputs: Any) -> Tensors:
+    """A few tokens that a causal language model adds; nothing of another model, or where rounding decides on one."""
+    tokens = _prompts(inputs)
+    if tokens is None:
+        return {}
+    length = tokens.size(1) + _NEW_TOKENS
+
+    def as_inputs(ids: torch.Tensor) -> Any:
+        return {"input_ids": ids} if isinstance(inputs, dict) else ids
+
+    try:
+        every = inputs["input_ids"] if isinstance(inputs, dict) else inputs
+        logits: torch.Tensor | None = logits_of(call_model(model, as_inputs(every)), every)[:, : tokens.size(1)]
+        for _ in range(_NEW_TOKENS):
+            following = logits_of(call_model(model, as_inputs(tokens)), tokens)
+            reads_ahead = logits is not None and not torch.allclose(following, logits, rtol=1e-3, atol=1e-4)
+            best = following[:, -1].topk(2).values
+            if reads_ahead or bool((best[:, 0] - best[:, 1] <= 2e-4 * best[:, 0].abs()).any()):
+                return {}
+            logits = None
+            tokens = torch.cat([tokens, following[:, -1].argmax(-1, keepdim=True)], 1)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return {}
+    return {_GENERATED: tokens} if tokens.size(1) == length else {}
+
+
+def _prompts(inputs: Any) -> torch.Tensor | None:
+    """The beginnings of the samples, if these are token ids."""
+    tokens = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.dtype != torch.int64:
+        return None
+    return tokens[:, :-_NEW_TOKENS] if tokens.size(1) > _NEW_TOKENS + 1 else None
 
 
 def _micro_batches(case: _Case, number: int, data_ranks: int) -> Iterator[tuple[Any, Any]]:
@@ -289,14 +327,15 @@ def _plain_plan(plan: Plan) -> Plan:
 
 def _on_rank(case: _Case, file: str) -> tuple[Comparison, Record | None] | str:
     """What differs on this rank, and its record, if that is wanted; a sentence if the plan is refused."""
-    made = _by_engine(case, case.plan, data_ranks=None)
+    reference = _reference(file)
+    made = _by_engine(case, case.plan, data_ranks=None, generates=_GENERATED in reference[0].others)
     if isinstance(made, str):
         return made
-    found = compare_rank(*_reference(file), made, dist.get_rank(), *case.tolerance())
+    found = compare_rank(*reference, made, dist.get_rank(), *case.tolerance())
     return found, made if case.watches_modules else None
 
 
-def _by_engine(case: _Case, plan: Plan, data_ranks: int | None) -> Any:
+def _by_engine(case: _Case, plan: Plan, data_ranks: int | None, *, generates: bool = False) -> Any:
     model = case.model
     if case.dtype is not None and not isinstance(model, nn.Module):
         model = partial(_built_as, model, case.dtype)
@@ -323,7 +362,10 @@ def _by_engine(case: _Case, plan: Plan, data_ranks: int | None) -> Any:
     made = record(_EngineSource(engine, case.scratch), watched, take_step, case.steps, str)
     inputs, targets = case.share(case.batches(case.steps), rank, size)
     made.others = {"evaluation loss": engine.evaluate(inputs, targets).cpu()}
-    output = _main_output(engine.predict(inputs))
+    output = dict(_main_output(engine.predict(inputs)))
+    prompts = _prompts(inputs) if generates else None
+    if prompts is not None:
+        output[_GENERATED] = engine.generate(prompts, max_new_tokens=_NEW_TOKENS)
     made.others.update({name: _whole_batch(engine, value, size) for name, value in output.items()})
     if mesh.rank:  # what all ranks have in common is compared once
         made.others = {}
@@ -501,7 +543,8 @@ def _is_exact(case: _Case, parts: dict[str, dict[str, Any]]) -> bool | None:
 def _smaller(case: _Case) -> tuple[_Case, list[str]]:
     """The case with a smaller model and batch, and what was made smaller."""
     small = make_smaller(case.model, case.plan, case.inputs, case.targets, loss_fn=case.loss_fn)
-    return replace(case, model=small.build, inputs=small.inputs, targets=small.targets), small.said
+    said = ["with " + ", ".join(small.said)] if small.said else []
+    return replace(case, model=small.build, inputs=small.inputs, targets=small.targets), said
 
 
 def _short(plan: Plan) -> str:

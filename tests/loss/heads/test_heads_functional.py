@@ -259,6 +259,7 @@ def test_shapes_and_accumulation():
     torch.testing.assert_close(w.grad, whole)
 
 
+@pytest.mark.slow
 def test_under_autocast_checkpoint_and_compile():
     torch.manual_seed(0)
     x, w = torch.randn(8, 5, requires_grad=True), torch.randn(20, 5, requires_grad=True)

@@ -76,6 +76,7 @@ def _resnet_pipeline() -> dict[str, Any]:
     return parity.train("resnet_37_head", dict(pp=2, micro_batches=2), STEPS)
 
 
+@pytest.mark.slow
 def test_resnet_in_a_pipeline(ranks):
     expected = parity.reference("resnet_37", steps=STEPS, micro_batches=2)  # whose norms see micro-batches apart
     parity.assert_same(ranks(2, _resnet_pipeline)[0], expected, 1e-5)
@@ -167,6 +168,7 @@ def _sampled(options: dict[str, Any]) -> tuple[list[float], torch.Tensor]:
     return losses, torch.get_rng_state()
 
 
+@pytest.mark.slow
 def test_sampling_leaves_the_generators_of_the_ranks_alike(ranks):
     """37 classes are 19 and 18: dropout after a sample would differ if the ranks drew as many numbers as they hold."""
     (losses, state), (other_losses, other_state) = ranks(2, _sampled, dict(sample_rate=0.5))

@@ -168,6 +168,7 @@ def test_two_heads_and_their_largest_logits(ranks, fields):
         assert found[1] == top
 
 
+@pytest.mark.slow
 def test_two_heads_in_a_pipeline(ranks):
     for losses, refusal in ranks(2, _two_heads, dict(pp=2, micro_batches=2)):
         torch.testing.assert_close(losses, _plain_blocks()[0], rtol=1e-5, atol=1e-5)

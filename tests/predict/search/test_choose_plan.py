@@ -34,6 +34,7 @@ def _chosen_and_trained() -> tuple[dict[str, Any], list[float], bool]:
     return engine.plan.to_dict(), losses, torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_all_ranks_take_what_the_first_one_chose_and_train(ranks):
     first, second = ranks(2, _chosen_and_trained)
     assert first == second
@@ -52,6 +53,7 @@ def _chosen_without_forks() -> tuple[Any, Any, bool]:
         return in_a_fork, _chosen_and_trained(), same
 
 
+@pytest.mark.slow
 def test_a_rank_whose_forks_cannot_run_autograd_searches_itself(ranks):
     for in_a_fork, here, same in ranks(2, _chosen_without_forks):
         assert here == in_a_fork and same

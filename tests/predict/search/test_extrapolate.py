@@ -49,6 +49,7 @@ def _sums(trace: Trace) -> list[int]:
     return [*sums, trace.parameters, trace.gradients, trace.optimizer, trace.activations]
 
 
+@pytest.mark.slow_cases("key1")
 @pytest.mark.parametrize(
     "key", [pytest.param(TraceKey(1, False, "none"), marks=pytest.mark.slow), TraceKey(2, True, "full")]
 )
@@ -88,6 +89,7 @@ def test_a_table_of_blocks_that_were_split_differently_is_searched_again():
     assert with_all_blocks(VerifiedTable(TensorTable(styles), {}, 0.5, 2, []), names, 3) is None
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_all_of_its_blocks_has_its_table_searched_on_all():
     problem = _problem(NeedsAll)
     run_trace(problem, TraceKey(2, True, "none"), 2, equal_blocks(NeedsAll()))
@@ -124,7 +126,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.fast_cases("{'zero': 3}")
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_what_is_extrapolated_is_just_below_the_estimate(fields):
     problem, names = _problem(DEEP), equal_blocks(DEEP())

@@ -75,7 +75,7 @@ if "TENSORSHARD_WHOLE_GRID" not in os.environ:  # all of it takes five minutes
     GRID = [case for case in GRID if case in (("7B", 64, 512), ("1B", 8, 64), ("70B", 64, 256))]
 
 
-@pytest.mark.fast_cases("1B on 8, 64")
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "world", "batch"), GRID, ids=[f"{m} on {w}, {b}" for m, w, b in GRID])
 def test_no_part_has_a_better_plan_than_the_whole(quick, size, world, batch):
     if dist.is_initialized():

@@ -57,6 +57,7 @@ def test_estimates_that_share_runs_say_what_each_says_alone(problem):
     assert problem.captures
 
 
+@pytest.mark.slow
 def test_an_estimate_ends_at_a_rank_that_takes_too_much(problem):
     plan = _plan(pp=4, micro_batches=4)
     every = _alone(problem, plan)

@@ -202,6 +202,7 @@ def test_a_mistake_that_workers_find_is_handed_on_as_a_sentence(tmp_path: Path) 
     assert (parent.returncode, output, errors) == (2, "", "that cannot be\n")
 
 
+@pytest.mark.slow
 def test_workers_end_after_their_handlers_and_before_the_interpreter_is_finalized(tmp_path: Path) -> None:
     parent = _parent(leave_work_for_the_end, tmp_path)
     output, errors = parent.communicate(timeout=_PATIENCE_SECONDS)

@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tensorshard as ts
 from tensorshard.comm.world import join_world
+from tensorshard.torch_private.process_groups import fake_world
 from tensorshard.trainer.launch import notebook
 from tensorshard.trainer.launch.launch_errors import RankFailedError
 
@@ -147,6 +150,24 @@ def test_a_process_that_is_in_a_world_of_its_own_may_launch() -> None:
         assert ts.notebook_launch(size, ranks=2) == [2, 2] and dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
+
+
+def _place_of_zeros() -> int:
+    """Where torch takes a tensor to be that it makes like one of this rank's."""
+    mesh = init_device_mesh("cpu", (2,))
+    part = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False)
+    found = torch.zeros_like(part)
+    coordinate = found.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return coordinate[0]
+
+
+def test_ranks_have_their_own_places_after_a_simulated_world() -> None:
+    with fake_world(1, 2):
+        assert _place_of_zeros() == 1
+    with fake_world(0, 2):
+        assert _place_of_zeros() == 0
+    assert ts.notebook_launch(_place_of_zeros, ranks=2) == [0, 1]
 
 
 def test_a_rank_may_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:

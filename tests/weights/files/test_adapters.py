@@ -113,7 +113,7 @@ def _check(ranks: Any, kind: str, fields: dict[str, Any], folder: Path) -> Any:
     return alone
 
 
-@pytest.mark.fast_cases("{'zero': 3}", "lora-{'tp': 2}", "lora-{'pp': 2, 'micro_batches': 2}")
+@pytest.mark.fast_cases("{'zero': 3}", "lora-{'tp': 2}")
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 @pytest.mark.parametrize("kind", ["lora", "saved"])
 def test_adapters_are_those_of_one_process(ranks, tmp_path, kind, fields):

@@ -27,7 +27,7 @@ import torch.multiprocessing
 
 from tensorshard.host.process_settings import allow_process_settings
 from tensorshard.torch_private import pytree
-from tensorshard.torch_private.process_groups import forget_world
+from tensorshard.torch_private.process_groups import forget_meshes, forget_world
 from tensorshard.trainer.launch.launch_errors import LaunchError, RankFailedError, how_it_ended
 from tensorshard.trainer.launch.launcher import visible_gpus
 from tensorshard.trainer.launch.local_world import free_port, local_environment
@@ -350,6 +350,7 @@ def run_rank(
         torch.set_num_threads(1)
         if dist.is_initialized():
             kept += forget_world()
+        forget_meshes()
         message = _work(function, args)
         for voice in voices:
             voice.end()
