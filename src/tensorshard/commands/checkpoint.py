@@ -33,8 +33,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "checkpoint",
         help="print what a checkpoint holds, and check all of its bytes",
-        description="Prints the step, plan, parts, largest tensors and files of the checkpoint PATH, a folder or a URL, "
-        "and reads all of it. Exit status 1 means that it is damaged; the message names the file.",
+        description="Prints the step, plan, parts, largest tensors and files of the checkpoint PATH, a folder or a "
+        "URL, and reads all of it. Exit status 1 means that it is damaged; the message names the file.",
         usage="tensorshard checkpoint PATH [options]",
         epilog=_EPILOG,
         formatter_class=HelpFormat,
@@ -80,9 +80,10 @@ def run(args: argparse.Namespace) -> int:
 def describe(checkpoint: "OpenCheckpoint") -> str:
     """What `checkpoint` holds, as a table."""
     document = checkpoint.document
+    entries: dict[str, Any] = checkpoint.metadata.state_dict_metadata
     tensors = {
         name: (tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."), _bytes(entry))
-        for name, entry in checkpoint.metadata.state_dict_metadata.items()
+        for name, entry in entries.items()
     }
     lines = [
         f"step       {document.get('step_count')}",
@@ -103,9 +104,9 @@ def describe(checkpoint: "OpenCheckpoint") -> str:
     if len(tensors) > len(largest):
         lines.append(f"           and {len(tensors) - len(largest)} smaller ones")
     names = list(checkpoint.manifest.files) if checkpoint.manifest is not None else checkpoint.store.files()
-    sizes = {name: checkpoint.store.size(name) or 0 for name in names}
-    lines += [f"file       {size_text(size):>9}  {name}" for name, size in sizes.items()]
-    lines.append(f"files      {len(sizes)}, {sum(sizes.values()):,} bytes")
+    files = {name: checkpoint.store.size(name) or 0 for name in names}
+    lines += [f"file       {size_text(size):>9}  {name}" for name, size in files.items()]
+    lines.append(f"files      {len(files)}, {sum(files.values()):,} bytes")
     return "\n".join(lines)
 
 
