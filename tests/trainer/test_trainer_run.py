@@ -152,6 +152,32 @@ def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
         assert resumed == pytest.approx({step: undisturbed[step] for step in resumed}, rel=1e-5)
 
 
+def _flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    ranks: RankPool, config: Path, tmp_path: Path, world_size: int
+) -> None:
+    output, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    ranks(world_size, _run, config, output=output)
+    undisturbed = _losses(output)
+    (checkpoints / "step-10" / "engine.json").unlink()  # seen without reading tensors
+    _flip_a_bit(checkpoints / "step-8" / "tensors-1.bin")  # seen by a rank that reads it
+    ranks(world_size, _run, output / "config.yaml", output=output, resume="latest")
+    said = (output / "rank1.log").read_text()
+    assert "step-10 is damaged and is passed over; it is kept as step-10.damaged" in said
+    assert "step-8 is damaged and is passed over; it is kept as step-8.damaged" in said and "tensors-1.bin is" in said
+    assert [session.first_step for session in read_sessions(output / "sessions.jsonl")] == [1, 5]
+    assert _losses(output) == pytest.approx(undisturbed, rel=1e-6)
+    _flip_a_bit(checkpoints / "step-8" / "tensors-1.bin")
+    with pytest.raises(RankError, match=r"--resume: .*step-8.*tensors-1.bin is damaged"):
+        ranks(world_size, _run, config, output=output, resume=checkpoints / "step-8")  # which the user names
+
+
 def test_a_resumed_run_may_change_its_optimizer(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     ranks(1, _run, config, output=tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"

@@ -46,6 +46,7 @@ from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.loaders import Collate, evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
+from tensorshard.trainer.newest_checkpoint import load_start
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
@@ -183,7 +184,7 @@ def _prepare(
     state = None
     if start.checkpoint is not None:
         with _asked_for("--resume"):
-            state = engine.load(start.checkpoint)
+            state = load_start(engine, start)
     print_opening(console, engine, _gather(engine.summary().held_parameters), verbose=verbose)
 
     loader = training_loader(
