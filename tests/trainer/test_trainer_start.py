@@ -105,7 +105,7 @@ def test_resume_passes_over_what_is_not_whole_and_names_the_file() -> None:
     assert "step-10 is damaged" in older and "engine.json is cut off" in older and "kept as step-10.damaged" in older
     assert directory.checkpoint_steps() == [9] and directory.set_aside_damaged() == []
     (directory.checkpoint(9) / "engine.json").unlink()
-    with pytest.raises(ConfigError, match="holds no whole checkpoint to resume from.*engine.json is missing"):
+    with pytest.raises(ConfigError, match=r"holds no whole checkpoint to resume from.*engine.json is missing"):
         _find(load_config(directory.config), resume="latest")
 
 

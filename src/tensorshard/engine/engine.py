@@ -315,7 +315,8 @@ class Engine(LoopMethods, StateMethods):
 
         Each sample counts once, on any number of ranks: take ``engine.loader(dataset, batch_size, shuffle=False)``.
         Every rank calls it. For `metrics`, each rank gets the outputs and targets of all data ranks, so that it holds
-        those of one whole batch at a time.
+        those of one whole batch at a time. If ranks have padded their samples to different lengths, ``update`` is
+        called for one rank's after another's.
 
         Args:
             inputs: this data rank's inputs, as for :meth:`step`; or a loader of batches ``(inputs, targets)``, without

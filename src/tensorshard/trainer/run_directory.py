@@ -86,7 +86,7 @@ class RunDirectory:
         return sorted(int(match[1]) for match in matches if match)
 
     def newest_checkpoint(self) -> Path | None:
-        """The checkpoint with the most steps of those whose files are all there, or None. Their tensors are not read."""
+        """The checkpoint with the most steps of those whose files are all there, or None. No tensors are read."""
         from tensorshard.checkpoint.manifest import is_whole  # torch's distributed checkpoints take long to import
 
         paths = (self.checkpoint(step) for step in reversed(self.checkpoint_steps()))
