@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.checkpoint.writing import RankFile, Report, Staged
+from tensorshard.checkpoint.writing import RankFile, Report, Staged, StagingMemory
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.torch_private.process_groups import default_store
 
@@ -149,18 +149,14 @@ class BackgroundSave:
 
     def _write(self) -> Report:
         said = self._file.size
-        pieces, self._staged.staged = self._staged.staged, []
-        for item, value in pieces:
+        for item, value in self._staged.staged:
             if self._cancelled.is_set():
                 raise RuntimeError("another rank has failed")
             self._file.append(item, value)
             if self._file.size - said > _PROGRESS:
                 said = self._file.size
                 self._messages.progress(said)
-        report = self._file.finish()
-        del pieces
-        self._staged.free()
-        return report
+        return self._file.finish()
 
 
 class BackgroundSaves:
@@ -169,12 +165,16 @@ class BackgroundSaves:
     Args:
         group: of all ranks.
         device: on which this rank's messages are sent.
+
+    Attributes:
+        memory: of the copies, for the next save.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
         self._current: BackgroundSave | None = None
+        self.memory = StagingMemory()
 
     @property
     def target(self) -> str | None:

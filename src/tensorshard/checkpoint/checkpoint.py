@@ -22,7 +22,7 @@ from tensorshard.checkpoint.background import BackgroundSave, Messages
 from tensorshard.checkpoint.destinations import Destination, destination
 from tensorshard.checkpoint.parts import Part, Stored
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner
-from tensorshard.checkpoint.writing import PlannedTensors, RankFile, Report, Staged, manifest_of
+from tensorshard.checkpoint.writing import PlannedTensors, RankFile, Report, Staged, StagingMemory, manifest_of
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.common.folders import recover
 from tensorshard.common.stores import Store, open_store
@@ -70,14 +70,22 @@ class CheckpointManager:
             raise RuntimeError(f"engine.save could not write {target}, {_left(target)}: {error}") from error
         decide_once(lambda: writing.complete(reports), self._group)
 
-    def save_in_background(self, target: Path | str, extra: Any, *, overwrite: bool = False) -> BackgroundSave:
-        """Begins what :meth:`save` does; returns when the values that it writes may change."""
+    def save_in_background(
+        self, target: Path | str, extra: Any, *, overwrite: bool = False, memory: StagingMemory
+    ) -> BackgroundSave:
+        """Begins what :meth:`save` does; returns when the values that it writes may change.
+
+        Args:
+            memory: that they are copied to.
+        """
         writing = self._begin(target, extra, overwrite=overwrite)
 
         def stage() -> tuple[RankFile, Staged]:
             available = available_on_host()
             room = None if available is None else int(available * _SHARE / _ranks_here(self._group))
-            staged = Staged(writing.planned, room)
+            if room is not None:
+                room = max(room, memory.size)
+            staged = Staged(writing.planned, room, memory)
             file = writing.file()
             for item, value in staged.rest:
                 file.append(item, value)

@@ -146,8 +146,7 @@ class RegisteredPart(Part):
                 continue
             now = held.get(key)
             local = key.split(".")[1] in self._states.of_ranks
-            whole = to_local(now) if local and now is not None else now
-            if isinstance(now, DTensor) and whole.shape == entry.size:
+            if isinstance(now, DTensor) and (to_local(now) if local else now).shape == entry.size:
                 self._read[key] = copy.like(now.detach(), entry.properties.dtype)
                 room[key] = to_local(self._read[key]) if local else self._read[key]
             else:

@@ -127,9 +127,10 @@ class Staged:
     Args:
         planned: whose pieces.
         room: bytes that the copy may take. What does not fit is in `rest`.
+        memory: that the copy is made in.
     """
 
-    def __init__(self, planned: PlannedTensors, room: int | None) -> None:
+    def __init__(self, planned: PlannedTensors, room: int | None, memory: "StagingMemory") -> None:
         values = [(item, planned.value(item)) for item in planned.items]
         values.sort(key=lambda pair: pair[1].nbytes)
         self.rest: list[tuple[WriteItem, torch.Tensor]] = []
@@ -144,9 +145,9 @@ class Staged:
                 size = -(-end // _ALIGNMENT) * _ALIGNMENT
         self.size = size
         devices = {value.device for _, value, _ in places if value.device.type != "cpu"}
-        self._memory = _memory(size, pinned=bool(devices))
+        flat = memory.take(size, pinned=bool(devices))
         for item, value, start in places:
-            copy = self._memory[start : start + value.nbytes].view(value.dtype).view(value.shape)
+            copy = flat[start : start + value.nbytes].view(value.dtype).view(value.shape)
             copy.copy_(value, non_blocking=True)
             self.staged.append((item, copy))
         for device in devices:
@@ -159,9 +160,25 @@ class Staged:
                 size_text(sum(value.nbytes for _, value in self.rest)),
             )
 
-    def free(self) -> None:
-        """Gives the memory of the copy back."""
-        self.staged, self._memory = [], torch.empty(0, dtype=torch.uint8)
+
+class StagingMemory:
+    """The memory of copies, which is kept from one save to the next: the first touch of new memory takes several times
+    as long as a copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept."""
+        return self._memory.nbytes
+
+    def take(self, size: int, *, pinned: bool) -> torch.Tensor:
+        """`size` bytes, which the next call may give away again."""
+        if size > self._memory.nbytes or (pinned and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there are never two
+            self._memory = _memory(size, pinned=pinned)
+        return self._memory[:size]
 
 
 def _memory(size: int, *, pinned: bool) -> torch.Tensor:

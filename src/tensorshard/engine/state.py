@@ -158,8 +158,9 @@ class StateMethods:
             overwrite: whether a checkpoint at `path` is replaced, once the new one is complete; a crash leaves one of
                 them. Other files that you put into its folder are kept. For "last" and "best".
             background: whether to return once the values are copied to the host's memory, at most half of what is free
-                there (what has no room is written first). A thread then writes them while training goes on. If it
-                fails, the next update raises the error on every rank; :meth:`wait_for_save` waits for its end.
+                there (what has no room is written first). That memory is kept for the next save. A thread then writes
+                them while training goes on. If it fails, the next update raises the error on every rank;
+                :meth:`wait_for_save` waits for its end.
 
         Raises:
             FileExistsError: `path` is there already, and without `overwrite`, or it is not a checkpoint. Nothing was
@@ -172,7 +173,8 @@ class StateMethods:
             self._finish_update()
             manager, extra = self._checkpoints(), {} if extra is None else extra
             if background:
-                save = manager.save_in_background(local_or_url(path), extra, overwrite=overwrite)
+                memory = self._background.memory
+                save = manager.save_in_background(local_or_url(path), extra, overwrite=overwrite, memory=memory)
                 self._background.begin(save)
             else:
                 manager.save(local_or_url(path), extra, overwrite=overwrite)
