@@ -6,7 +6,20 @@ import sys
 from collections.abc import Sequence
 
 import tensorshard
-from tensorshard.commands import check, data, env, estimate, export, generate, plan, report, self_test, train, verify
+from tensorshard.commands import (
+    check,
+    checkpoint,
+    data,
+    env,
+    estimate,
+    export,
+    generate,
+    plan,
+    report,
+    self_test,
+    train,
+    verify,
+)
 from tensorshard.config import ConfigError
 from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
 from tensorshard.trainer.launch.worker import INTERRUPTED, USAGE_ERROR, hand_on_mistake, print_mistake
@@ -22,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tensorshard {tensorshard.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, report, estimate, plan, verify, generate, export, data, self_test, check, env):
+    for command in (train, report, estimate, plan, verify, generate, export, checkpoint, data, self_test, check, env):
         command.add_parser(commands)
     argv = sys.argv[1:] if argv is None else argv
     if not argv:

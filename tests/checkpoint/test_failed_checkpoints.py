@@ -43,10 +43,10 @@ def test_a_load_that_fails_changes_nothing(ranks, tmp_path):
         assert "was written with the optimizer SGD, and this engine has AdamW" in message
         assert same
     ranks(2, _saved, partial(torch.optim.AdamW, lr=0.1), str(adamw))
-    largest = max(adamw.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    largest = max(adamw.glob("tensors-*.bin"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     for message, same in ranks(2, _loaded, str(adamw)):
-        assert message.startswith(f"ValueError: {adamw} cannot be read, and nothing was changed: rank ")
+        assert "is cut off" in message and largest.name in message
         assert same
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 from functools import partial
@@ -25,8 +26,9 @@ from tensorshard.config import ConfigError, load_config
 from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
+from tensorshard.trainer.estimated_run import estimate_run
 from tensorshard.trainer.initial_model import check_files
-from tensorshard.trainer.loaders import evaluation_loader
+from tensorshard.trainer.loaders import Collate, evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
 from tensorshard.trainer.session_record import read_sessions
@@ -148,6 +150,32 @@ def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
         resumed = _losses(output)
         assert list(resumed) == [5, 6, 7, 8, 9, 10]
         assert resumed == pytest.approx({step: undisturbed[step] for step in resumed}, rel=1e-5)
+
+
+def _flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    ranks: RankPool, config: Path, tmp_path: Path, world_size: int
+) -> None:
+    output, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    ranks(world_size, _run, config, output=output)
+    undisturbed = _losses(output)
+    (checkpoints / "step-10" / "engine.json").unlink()  # seen without reading tensors
+    _flip_a_bit(checkpoints / "step-8" / "tensors-1.bin")  # seen by a rank that reads it
+    ranks(world_size, _run, output / "config.yaml", output=output, resume="latest")
+    said = (output / "rank1.log").read_text()
+    assert "step-10 is damaged and is passed over; it is kept as step-10.damaged" in said
+    assert "step-8 is damaged and is passed over; it is kept as step-8.damaged" in said and "tensors-1.bin is" in said
+    assert [session.first_step for session in read_sessions(output / "sessions.jsonl")] == [1, 5]
+    assert _losses(output) == pytest.approx(undisturbed, rel=1e-6)
+    _flip_a_bit(checkpoints / "step-8" / "tensors-1.bin")
+    with pytest.raises(RankError, match=r"--resume: .*step-8.*tensors-1.bin is damaged"):
+        ranks(world_size, _run, config, output=output, resume=checkpoints / "step-8")  # which the user names
 
 
 def test_a_resumed_run_may_change_its_optimizer(ranks: RankPool, config: Path, tmp_path: Path) -> None:
@@ -317,6 +345,41 @@ def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -
     assert ("val_accuracy" in last) == (name == "vit")
     assert ("tokens_per_second" in last) == (name != "vit")
     json.dumps(last)
+
+
+class Ragged(Dataset[Any]):
+    """Sums of one to four numbers: not to be stacked."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        numbers = torch.arange(1 + index % 4).float()
+        return numbers, numbers.sum()[None]
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    rows = [nn.functional.pad(numbers, (0, 4 - len(numbers))) for numbers, _ in samples]
+    return torch.stack(rows), torch.stack([total for _, total in samples])
+
+
+@pytest.mark.parametrize("fields", ["train.plan.zero=3", "train.plan.pp=2"])
+def test_a_config_may_make_its_batches_itself(ranks: RankPool, config: Path, tmp_path: Path, fields: str) -> None:
+    text = re.sub(r"LazyCall\(Sums\)\([^)]*\)", "LazyCall(Ragged)()", CONFIG)
+    config.write_text("from test_trainer_run import Ragged, padded as collate\n" + text)
+    ranks(2, _run, config, fields, "train.plan.micro_batches=2", "train.steps=3", output=tmp_path / "run")
+    assert sorted(_losses(tmp_path / "run")) == [1, 2, 3]
+    estimate = estimate_run(load_config(str(config), [fields, "train.plan.micro_batches=2"]), 2, device="cpu")
+    assert estimate.largest.peak_allocated > 0
+
+
+def test_batches_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be stacked .* write a function collate\(samples\) in the config"):
+        Collate()([Ragged()[0], Ragged()[1]])
+    with pytest.raises(ConfigError, match=r"have the form of 3 parts, and a batch has two parts: let it give pairs"):
+        Collate()([(1, 2, 3)])
+    with pytest.raises(ConfigError, match=r"collate returned Tensor, and a batch has two parts: let it return \(in"):
+        Collate(lambda samples: torch.zeros(2))([1])
 
 
 def _refused(config: Path, folder: Path) -> list[str]:

@@ -12,6 +12,7 @@ from tensorshard.trainer.report import resume_command
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, find_start, write_config
+from whole_checkpoints import write_whole
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def _past_run(name: str, *steps: int) -> RunDirectory:
     directory = RunDirectory(Path(name))
     directory.path.mkdir(parents=True)
     for step in steps:
-        directory.checkpoint(step).mkdir(parents=True)
+        write_whole(directory.checkpoint(step))
     write_config(load_config("quickstart"), directory, step=0)
     return directory
 
@@ -91,6 +92,23 @@ def test_resume_takes_the_newest_whole_checkpoint() -> None:
     assert found == Start(directory, directory.checkpoint(100))
 
 
+def test_resume_passes_over_what_is_not_whole_and_names_the_file() -> None:
+    directory = _past_run("runs/quickstart-1", 9, 10, 100)
+    (directory.checkpoint(100) / "manifest.json").unlink()
+    engine_json = directory.checkpoint(10) / "engine.json"
+    engine_json.write_bytes(engine_json.read_bytes()[:-1])
+    found = _find(load_config(directory.config), resume="latest")
+    assert found == Start(directory, directory.checkpoint(9))
+    assert directory.checkpoint_steps() == [9, 10, 100]  # nothing is changed until the run starts
+    newest, older = directory.set_aside_damaged()
+    assert "step-100 is damaged" in newest and "manifest.json is missing" in newest
+    assert "step-10 is damaged" in older and "engine.json is cut off" in older and "kept as step-10.damaged" in older
+    assert directory.checkpoint_steps() == [9] and directory.set_aside_damaged() == []
+    (directory.checkpoint(9) / "engine.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no whole checkpoint to resume from.*engine.json is missing"):
+        _find(load_config(directory.config), resume="latest")
+
+
 def test_resume_finds_the_newest_run_of_the_config() -> None:
     for number in (2, 10):
         _past_run(f"runs/quickstart-{number}", 5)
@@ -102,9 +120,10 @@ def test_resume_finds_the_newest_run_of_the_config() -> None:
 def test_resume_from_a_given_checkpoint_continues_its_run_or_branches_off() -> None:
     directory = _past_run("runs/quickstart-1", 5)
     checkpoint = str(directory.checkpoint(5))
-    assert _find(load_config("quickstart"), resume=checkpoint).directory == directory
+    found = _find(load_config("quickstart"), resume=checkpoint)
+    assert found.directory == directory and found.named
     branch = _find(load_config("quickstart"), resume=checkpoint, output="branch")
-    assert branch == Start(RunDirectory(Path("branch")), directory.checkpoint(5))
+    assert branch == Start(RunDirectory(Path("branch")), directory.checkpoint(5), named=True)
 
 
 def test_resume_without_anything_to_resume_from_says_so() -> None:

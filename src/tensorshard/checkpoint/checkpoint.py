@@ -1,11 +1,14 @@
 """Writes the parts of a training state to a checkpoint, and reads them.
 
-A checkpoint is a folder: torch's distributed checkpoint of the tensors (each rank writes what it holds, by the names of
-the original model, so that any other layout can read it), and ``engine.json`` for everything that is not a tensor.
+A checkpoint is a folder, or a place in an object store. Each rank writes what it holds of the tensors to one file, by
+the names of the original model, so that any other layout can read it. ``engine.json`` has everything that is not a
+tensor, and ``manifest.json``, which is written last, says where each tensor is, and has the sizes and checksums of all
+files.
 """
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from tensorshard.checkpoint.background import BackgroundSave, Messages
+from tensorshard.checkpoint.destinations import Destination, destination
 from tensorshard.checkpoint.parts import Part, Stored
-from tensorshard.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
+from tensorshard.checkpoint.pieces import PiecesLoadPlanner
+from tensorshard.checkpoint.writing import PlannedTensors, RankFile, Report, Staged, manifest_of
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
-from tensorshard.common.folders import WholeFolder, recover
-from tensorshard.common.paths import read_utf8
+from tensorshard.common.folders import recover
+from tensorshard.common.stores import Store, open_store
+from tensorshard.host.memory import available_on_host
 from tensorshard.plan.storage import TemporaryCopy
-from tensorshard.weights.files.checkpoint_files import SafeReader, read_metadata
+from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, open_checkpoint
+from tensorshard.weights.files.manifest import FORMAT, MANIFEST, DamagedCheckpointError, entry_of
 
-_FORMAT = 1
-
-# What a checkpoint is made of; the first tells it from other folders.
-_FILES = ("engine.json", ".metadata", "*.distcp", "config.json", "generation_config.json")
+_SHARE = 0.5  # of the host's free memory, which the copies of a save in the background take at most
 
 
 class CheckpointManager:
@@ -51,42 +56,81 @@ class CheckpointManager:
         self._device = device
         self._make_copy = make_copy
 
-    def save(self, target: Path, extra: Any, *, overwrite: bool = False) -> None:
-        """Writes a checkpoint to the folder `target`, with `extra` beside the parts.
+    def save(self, target: Path | str, extra: Any, *, overwrite: bool = False) -> None:
+        """Writes a checkpoint to `target`, a folder or a URL, with `extra` beside the parts.
 
         Args:
             overwrite: whether an older checkpoint is replaced, once this one is complete.
         """
+        writing = self._begin(target, extra, overwrite=overwrite)
+        try:
+            reports = self._together(writing.write)
+        except RuntimeError as error:
+            writing.discard()
+            raise RuntimeError(f"engine.save could not write {target}, {_left(target)}: {error}") from error
+        decide_once(lambda: writing.complete(reports), self._group)
+
+    def save_in_background(self, target: Path | str, extra: Any, *, overwrite: bool = False) -> BackgroundSave:
+        """Begins what :meth:`save` does; returns when the values that it writes may change."""
+        writing = self._begin(target, extra, overwrite=overwrite)
+
+        def stage() -> tuple[RankFile, Staged]:
+            available = available_on_host()
+            room = None if available is None else int(available * _SHARE / _ranks_here(self._group))
+            staged = Staged(writing.planned, room)
+            file = writing.file()
+            for item, value in staged.rest:
+                file.append(item, value)
+            staged.rest.clear()
+            return file, staged
+
+        try:
+            file, staged = succeed_together(stage, self._group, "engine.save")
+        except Exception:
+            writing.discard()
+            raise
+        return BackgroundSave(
+            str(target),
+            file,
+            staged,
+            Messages(self._group),
+            complete=writing.complete,
+            discard=writing.discard,
+        )
+
+    def _begin(self, target: Path | str, extra: Any, *, overwrite: bool) -> "_Writing":
         group = self._group
-        folder: WholeFolder | None = None
         meet("engine.save", group, self._device)
         entries = succeed_together(lambda: self._entries(extra), group, "engine.save")
-        document: dict[str, Any] = {"format": _FORMAT}
+        document: dict[str, Any] = {"format": FORMAT}
         for part, its_entries in zip(self._parts, entries, strict=True):
             document.update(part.gather(its_entries))
         text = json.dumps({**document, "extra": extra}, indent=1)
+        tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}
+        planned = PlannedTensors(tensors, group)
+        place: Destination | None = None
+        files: dict[str, bytes] = {}
 
-        def begin() -> Path:
-            nonlocal folder
-            folder = WholeFolder(target, _FILES, needed=1, kind="a checkpoint of engine.save", overwrite=overwrite)
+        def begin() -> tuple[str, str]:
+            nonlocal place, files
+            place = destination(target, overwrite=overwrite)
+            files = {"engine.json": text.encode(), **self._further_files()}
             try:
-                return folder.begin()
+                return place.begin().name, place.prefix
             except OSError as error:
                 raise OSError(
                     f"the checkpoint {target} cannot be written: {error}; nothing was written. Save to a folder that "
                     f"this user may write to"
                 ) from error
 
-        temporary = decide_once(begin, group)
-        tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}
-        try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), planner=PiecesSavePlanner())
-        except CheckpointException as error:  # raised on every rank; its class is not derived from Exception
-            if folder is not None:
-                folder.discard()
-            left = "which is as it was" if target.exists() else "which is not there now"
-            raise RuntimeError(f"engine.save could not write {target}, {left}: {_causes(error)}") from error
-        decide_once(lambda: self._complete_folder(folder, text), group)
+        name, prefix = decide_once(begin, group)
+        return _Writing(planned, open_store(name), f"{prefix}tensors-{group.rank()}.bin", place, files)
+
+    def _further_files(self) -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            for part in self._parts:
+                part.write_files(Path(folder))
+            return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
     def _entries(self, extra: Any) -> list[dict[str, Any]]:
         if not isinstance(extra, dict):
@@ -102,63 +146,131 @@ class CheckpointManager:
             ) from error
         return entries
 
-    def _complete_folder(self, folder: WholeFolder | None, document: str) -> None:
-        assert folder is not None  # on the rank that decides
-        for part in self._parts:
-            part.write_files(folder.temporary)
-        _write_durably(folder.temporary / "engine.json", document)
-        folder.finish()
+    def _together(self, write: Callable[[], Report]) -> list[Report]:
+        """What `write` returns on all ranks; if it fails on one, a RuntimeError on all, which names the rank."""
+        report: Report
+        try:
+            report = write()
+        except Exception as error:
+            report = {"error": f"{type(error).__name__}: {error}"}
+        reports: list[Any] = [report]
+        if self._group.size() > 1 and dist.get_backend(self._group) != "fake":
+            reports = [None] * self._group.size()
+            dist.all_gather_object(reports, report, group=self._group)
+        failed = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
+        if failed:
+            raise RuntimeError("; ".join(failed))
+        return reports
 
-    def load(self, source: Path) -> dict[str, Any]:
-        """Reads the checkpoint at `source`; returns its `extra`.
+    def load(self, source: Path | str) -> dict[str, Any]:
+        """Reads the checkpoint at `source`, a folder or a URL; returns its `extra`.
 
         Everything is read and checked before anything is changed. That takes room for the tensors once more.
         """
         group = self._group
         meet("engine.load", group, self._device)
-        decide_once(lambda: recover(source), group)
-        stored = succeed_together(lambda: self._read_description(source), group, "engine.load")
+        if isinstance(source, Path):
+            decide_once(lambda: recover(source), group)
+        checkpoint = succeed_together(lambda: self._read_description(source), group, "engine.load")
+        stored = Stored(source, checkpoint.document, checkpoint.metadata)
         for part in self._parts:
             part.begin_load()
         copy = succeed_together(self._make_copy, group, "engine.load")
         tensors = {name: tensor for part in self._parts for name, tensor in part.room(stored, copy).items()}
         try:
-            dcp.load(tensors, storage_reader=SafeReader(source), planner=PiecesLoadPlanner())
-        except CheckpointException as error:
-            raise ValueError(f"{source} cannot be read, and nothing was changed: {_causes(error)}") from error
+            dcp.load(tensors, storage_reader=checkpoint.reader(), planner=PiecesLoadPlanner())
+        except CheckpointException as error:  # raised on every rank; its class is not derived from Exception
+            damaged = any(isinstance(failure[0], DamagedCheckpointError) for failure in error.failures.values())
+            kind = DamagedCheckpointError if damaged else ValueError
+            raise kind(f"{source} cannot be read, and nothing was changed: {_causes(error)}") from error
         for part in self._parts:
             part.restore(stored)
         return stored.document["extra"]
 
-    def _read_description(self, source: Path) -> Stored:
-        """Reads ``engine.json`` and the metadata of `source`, and checks that the parts fit.
+    def _read_description(self, source: Path | str) -> OpenCheckpoint:
+        """Reads what `source` says about itself, and checks that the parts fit.
 
         Raises:
             FileNotFoundError: `source` is not a checkpoint.
             ValueError: it is of another model, or of another optimizer.
         """
-        if not (source / "engine.json").is_file():
-            raise FileNotFoundError(f"{source} is not a checkpoint of tensorshard: it has no file engine.json")
-        try:
-            document = json.loads(read_utf8(source / "engine.json"))
-        except ValueError as error:
-            raise ValueError(f"{source / 'engine.json'} is damaged: {error}") from error
-        if document.get("format") != _FORMAT:
-            raise ValueError(f"{source} has format {document.get('format')!r}; this version reads format {_FORMAT}")
-        stored = Stored(source, document, read_metadata(source))
+        checkpoint = open_checkpoint(source)
         for part in self._parts:
-            part.check(stored)
-        return stored
+            part.check(Stored(source, checkpoint.document, checkpoint.metadata))
+        return checkpoint
+
+
+class _Writing:
+    """A checkpoint that is being written.
+
+    Args:
+        planned: what this rank writes.
+        store: where all ranks write.
+        name: of this rank's file.
+        place: on rank 0; None elsewhere.
+        files: further ones, which rank 0 writes.
+    """
+
+    def __init__(
+        self, planned: PlannedTensors, store: Store, name: str, place: Destination | None, files: dict[str, bytes]
+    ) -> None:
+        self.planned = planned
+        self._store = store
+        self._name = name
+        self._place = place
+        self._files = files
+
+    def file(self) -> RankFile:
+        """The file of this rank."""
+        return RankFile(self._store, self._name)
+
+    def write(self) -> Report:
+        """Writes what this rank writes, from where it is."""
+        file = self.file()
+        try:
+            for item in self.planned.items:
+                file.append(item, self.planned.value(item))
+            return file.finish()
+        except BaseException:
+            file.close()
+            raise
+
+    def complete(self, reports: Sequence[Report]) -> None:
+        """Ends the checkpoint, on rank 0."""
+        assert self._place is not None  # on the rank that decides
+        try:
+            entries = {}
+            for name, data in self._files.items():
+                self._store.write(self._place.prefix + name, data)
+                entries[self._place.prefix + name] = entry_of(data)
+            manifest = manifest_of(f"{self._place.prefix}engine.json", entries, reports)
+            self._store.write(MANIFEST, manifest.to_bytes())
+        except BaseException:
+            self._place.discard()
+            raise
+        self._place.finish()
+
+    def discard(self) -> None:
+        """Removes what was written, on rank 0."""
+        if self._place is not None:
+            self._place.discard()
+
+
+def _ranks_here(group: dist.ProcessGroup) -> int:
+    """How many ranks share this machine's memory; all of them, where the launcher does not say."""
+    try:
+        return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
+    except (KeyError, ValueError):
+        return group.size()
+
+
+def _left(target: Path | str) -> str:
+    if isinstance(target, str):
+        return "and an older checkpoint there is as it was"
+    return "which is as it was" if target.exists() else "which is not there now"
 
 
 def _causes(error: CheckpointException) -> str:
     """What went wrong on which rank, in one line."""
     causes = {rank: failure[0] for rank, failure in error.failures.items()}
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
-
-
-def _write_durably(file: Path, text: str) -> None:
-    with file.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -1,13 +1,12 @@
 """Exports a checkpoint's weights for other programs, one tensor at a time, on one process, without the model."""
 
-import json
 import shutil
 from pathlib import Path
 
 import torch
 
 from tensorshard.common.folders import WholeFolder
-from tensorshard.common.paths import read_utf8
+from tensorshard.weights.files.checkpoint_files import CheckpointWeights
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, export_all, model_from_configs, weights_folder
 from tensorshard.weights.files.weight_files import open_weight_files
 
@@ -40,9 +39,7 @@ def export_checkpoint(
     """
     if to not in ("hf", "torch"):
         raise ValueError(f"to={to!r} was given; it must be 'hf' or 'torch'")
-    if not (checkpoint / "engine.json").is_file():
-        raise FileNotFoundError(f"{checkpoint} is not a checkpoint of tensorshard: it has no file engine.json")
-    (weights,) = open_weight_files(checkpoint)
+    weights = CheckpointWeights(checkpoint)
     layouts = {name: weights.layout(name) for name in weights}
     tensors = ((name, weights[name]) for name in weights)
     if to == "hf":
@@ -56,7 +53,7 @@ def export_checkpoint(
     try:
         shutil.rmtree(mapped, ignore_errors=True)  # left by a crash
         export_all(tensors, mapped, None, layouts, dtype=dtype, max_shard_size=max_shard_size)
-        aliases = json.loads(read_utf8(checkpoint / "engine.json")).get("aliases", {})
+        aliases = weights.document.get("aliases", {})
         _pickle(mapped, folder, aliases)
     finally:
         shutil.rmtree(mapped, ignore_errors=True)

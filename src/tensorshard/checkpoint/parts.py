@@ -32,12 +32,12 @@ class Stored:
     """What a checkpoint says about itself.
 
     Args:
-        source: its folder.
+        source: its folder or URL.
         document: its ``engine.json``.
         metadata: of its tensors.
     """
 
-    source: Path
+    source: Path | str
     document: dict[str, Any]
     metadata: Metadata
 

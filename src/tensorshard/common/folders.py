@@ -65,12 +65,14 @@ class WholeFolder:
                     shutil.copytree(entry, new, symlinks=True)
                 else:
                     shutil.copy2(entry, new, follow_symlinks=False)
+            _sync(self.temporary)
             if not _exchange(self.temporary, self._target):
                 aside = _aside(self._target)
                 self._target.rename(aside)
                 self.temporary.rename(self._target)
                 aside.rename(self.temporary)
         else:
+            _sync(self.temporary)
             self.temporary.rename(self._target)
         _sync(self._target.parent)
         self.discard()

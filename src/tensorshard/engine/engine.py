@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from tensorshard.checkpoint.background import BackgroundSaves
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.generation import Generator
@@ -101,9 +102,7 @@ class Engine(LoopMethods, StateMethods):
         storage: Storage,
         heap: HostHeap | None = None,
     ) -> None:
-        self.plan = plan
-        self.mesh = mesh
-        self.device = device
+        self.plan, self.mesh, self.device = plan, mesh, device
         self._model = sharded.model
         self._modules = sharded.all_modules()  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
@@ -135,6 +134,7 @@ class Engine(LoopMethods, StateMethods):
                 RootRole.TRANSFERS,
                 after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
+        self._background = BackgroundSaves(mesh.world_group, device)
         self._watch = CallWatch(mesh.groups(), device, internal=StepAgain)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
@@ -152,6 +152,7 @@ class Engine(LoopMethods, StateMethods):
             sharded,
             follow=lambda: self._trained.follow(self._gradients.trained),
             before=(
+                self._background.check,
                 lambda: storage.check_transfers(of_update=True),
                 sharded.finish_backward,
                 lambda: batch_buffers.check(self.step_count),
@@ -313,7 +314,8 @@ class Engine(LoopMethods, StateMethods):
 
         Each sample counts once, on any number of ranks: take ``engine.loader(dataset, batch_size, shuffle=False)``.
         Every rank calls it. For `metrics`, each rank gets the outputs and targets of all data ranks, so that it holds
-        those of one whole batch at a time.
+        those of one whole batch at a time. If ranks have padded their samples to different lengths, ``update`` is
+        called for one rank's after another's.
 
         Args:
             inputs: this data rank's inputs, as for :meth:`step`; or a loader of batches ``(inputs, targets)``, without

@@ -14,6 +14,7 @@ from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import as_path
+from tensorshard.common.stores import local_or_url
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import kind_of, members_of
 from tensorshard.engine.gradients import LossScaler
@@ -30,6 +31,7 @@ from tensorshard.weights.files.adapters import AdapterExport, has_adapters
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
 
 if TYPE_CHECKING:
+    from tensorshard.checkpoint.background import BackgroundSaves
     from tensorshard.checkpoint.checkpoint import CheckpointManager
 
 
@@ -88,6 +90,7 @@ class StateMethods:
     _owners: Owners | None
     _update: Update
     _watch: CallWatch
+    _background: "BackgroundSaves"
 
     @property
     def model(self) -> nn.Module:
@@ -138,34 +141,71 @@ class StateMethods:
             self._finish_update()
             return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
-    def save(self, path: Any, *, extra: dict[str, Any] | None = None, overwrite: bool = False) -> None:
-        """Writes a checkpoint to the folder `path`: weights, optimizer, scaler, random state, step count and `extra`.
+    def save(
+        self, path: Any, *, extra: dict[str, Any] | None = None, overwrite: bool = False, background: bool = False
+    ) -> None:
+        """Writes a checkpoint to `path`: weights, optimizer, scaler, random state, step count and `extra`.
 
-        It is written under a temporary name and renamed, so `path` is whole or absent. Every rank calls this.
+        It is written under a temporary name and renamed, so `path` is whole or absent. In an object store, its file
+        ``manifest.json`` is written last, and without that it is no checkpoint. Every rank calls this. It waits for a
+        save that still goes on in the background.
 
         Args:
+            path: a folder, or a URL that fsspec knows, such as ``s3://bucket/run/step-1000``.
             extra: numbers, strings, lists and dicts, which :meth:`load` returns.
             overwrite: whether a checkpoint at `path` is replaced, once the new one is complete; a crash leaves one of
                 them. Other files that you put into its folder are kept. For "last" and "best".
+            background: whether to return once the values are copied to the host's memory, at most half of what is free
+                there (what has no room is written first). A thread then writes them while training goes on. If it
+                fails, the next update raises the error on every rank; :meth:`wait_for_save` waits for its end.
 
         Raises:
             FileExistsError: `path` is there already, and without `overwrite`, or it is not a checkpoint. Nothing was
                 written.
+            RuntimeError: a rank could not write, or an earlier save in the background has failed. The message names
+                the path.
         """
         with explained("engine.save", self._watch):
+            self._background.wait()
             self._finish_update()
-            self._checkpoints().save(as_path(path), {} if extra is None else extra, overwrite=overwrite)
+            manager, extra = self._checkpoints(), {} if extra is None else extra
+            if background:
+                save = manager.save_in_background(local_or_url(path), extra, overwrite=overwrite)
+                self._background.begin(save)
+            else:
+                manager.save(local_or_url(path), extra, overwrite=overwrite)
+
+    def wait_for_save(self) -> None:
+        """Returns when the save that goes on in the background is done, at once if there is none. Every rank calls it.
+
+        Raises:
+            RuntimeError: the save has failed; the message names its path and the rank.
+        """
+        with explained("engine.wait_for_save", self._watch):
+            self._background.wait()
+
+    @property
+    def saving(self) -> str | None:
+        """The path of the checkpoint that is being written in the background, as far as the last update knew."""
+        return self._background.target
 
     def load(self, path: Any) -> dict[str, Any]:
         """Reads a checkpoint, written under any plan on any number of ranks; returns its `extra`. Every rank calls it.
 
+        What is read is compared with the checksums in the checkpoint's manifest. Nothing is changed before all is read.
+
+        Args:
+            path: a folder, or a URL that fsspec knows.
+
         Raises:
             FileNotFoundError: `path` is not a checkpoint.
-            ValueError: its tensors are not those of this model or optimizer; names the first that differ.
+            ValueError: its tensors are not those of this model or optimizer; names the first that differ. Or it is
+                damaged; names the file.
         """
         with explained("engine.load", self._watch):
+            self._background.wait()
             self._finish_update()
-            return self._checkpoints().load(as_path(path))
+            return self._checkpoints().load(local_or_url(path))
 
     def _checkpoints(self) -> "CheckpointManager":
         # torch's distributed checkpoints take long to import.

@@ -45,8 +45,9 @@ from tensorshard.trainer.hooks import (
 )
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
-from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
+from tensorshard.trainer.loaders import Collate, evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
+from tensorshard.trainer.newest_checkpoint import load_start
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
 from tensorshard.trainer.report import print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory
@@ -168,6 +169,7 @@ def _prepare(
     _check_optimizer(config)
     with _asked_for("data.train"):
         dataset = instantiate(config.data.train)
+    collate = Collate.of(config)
     engine = parallelize(
         initial_model(config.model),
         settings.plan,
@@ -175,7 +177,7 @@ def _prepare(
         loss_fn=instantiate(config.loss),
         seed=settings.seed,
         # Stages are balanced by the cost of real samples.
-        sample_inputs=sample_inputs(dataset) if settings.plan.pp > 1 else None,
+        sample_inputs=sample_inputs(dataset, collate) if settings.plan.pp > 1 else None,
         timeout=timeout,
         debug=settings.debug,
     )
@@ -185,7 +187,7 @@ def _prepare(
     state = None
     if start.checkpoint is not None:
         with _asked_for("--resume"):
-            state = engine.load(start.checkpoint)
+            state = load_start(engine, start)
     print_opening(console, engine, _gather(engine.summary().held_parameters), verbose=verbose)
 
     loader = training_loader(
@@ -195,6 +197,7 @@ def _prepare(
         seed=settings.seed,
         samples_consumed=state["samples_consumed"] if state else 0,
         num_workers=settings.num_workers,
+        collate=collate,
     )
     timer = TimerHook(every=settings.log_every)
     memory = PeakMemory(engine.device)
@@ -301,6 +304,7 @@ def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> 
         global_batch_size=settings.global_batch_size,
         shuffle=settings.eval_batches is not None,
         num_workers=settings.num_workers,
+        collate=Collate.of(config),
     )
     evaluators: list[Evaluator] = [LossEvaluator(loader, settings.eval_batches)]
     if config.get("metrics"):

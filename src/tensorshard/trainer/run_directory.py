@@ -28,7 +28,8 @@ class RunDirectory:
         tensorboard/       event files, where TensorBoard is installed or asked for
         wandb/, wandb.id, mlflow.id    where train.loggers asks for them
         profile/           traces of the steps that train.profile names; memory.html of train.profile_memory
-        checkpoints/       step-100, step-200, ..., and best; each is whole or absent
+        checkpoints/       step-100, step-200, ..., and best; each is whole or absent. step-100.damaged: --resume
+                           found it damaged
 
     Attributes:
         path: the directory.
@@ -85,9 +86,37 @@ class RunDirectory:
         return sorted(int(match[1]) for match in matches if match)
 
     def newest_checkpoint(self) -> Path | None:
-        """The whole checkpoint with the most steps, or None."""
-        steps = self.checkpoint_steps()
-        return self.checkpoint(steps[-1]) if steps else None
+        """The checkpoint with the most steps of those whose files are all there, or None. No tensors are read."""
+        from tensorshard.checkpoint.manifest import is_whole  # torch's distributed checkpoints take long to import
+
+        paths = (self.checkpoint(step) for step in reversed(self.checkpoint_steps()))
+        return next((path for path in paths if is_whole(path)), None)
+
+    def set_aside_damaged(self) -> list[str]:
+        """Renames the checkpoints after the newest whole one, so that a run can go on from that one and save again.
+
+        Returns:
+            A sentence for each, which names the file that is damaged and the new name.
+        """
+        from tensorshard.checkpoint.manifest import why_not_whole
+
+        said = []
+        newest = self.newest_checkpoint()
+        for step in reversed(self.checkpoint_steps()):
+            path = self.checkpoint(step)
+            if newest is None or path == newest:
+                break
+            said.append(self.set_aside(path, str(why_not_whole(path))))
+        return said
+
+    def set_aside(self, path: Path, why: str) -> str:
+        """Gives a damaged checkpoint of this run another name, under which it is not resumed from; says so."""
+        for number in itertools.count(1):
+            aside = path.with_name(f"{path.name}.damaged" + (f"-{number}" if number > 1 else ""))
+            if not aside.exists():
+                break
+        path.rename(aside)
+        return f"the checkpoint {path} is damaged and is passed over; it is kept as {aside.name}: {why}"
 
     def check_not_ahead(self, step: int) -> None:
         """Whether a run may go on here after `step` steps without overwriting later work.

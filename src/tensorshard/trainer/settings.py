@@ -13,7 +13,7 @@ from tensorshard.trainer.hooks.schedule import best_of
 from tensorshard.trainer.loggers import chosen_services
 
 SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")
-"""The sections that a config must have at its top level. It may have others, such as ``metrics``."""
+"""The sections that a config must have at its top level. It may have others, such as ``metrics`` and ``collate``."""
 
 
 @dataclass(frozen=True)

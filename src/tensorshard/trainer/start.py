@@ -25,10 +25,12 @@ class Start:
     Attributes:
         directory: of the run; it exists.
         checkpoint: the one to load; None for a run that begins with step 1.
+        named: whether the user named that checkpoint, so that no other one may take its place.
     """
 
     directory: RunDirectory
     checkpoint: Path | None
+    named: bool = False
 
 
 def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, output: str | None) -> Start:
@@ -66,11 +68,11 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
         checkpoint = Path(resume)
         if not checkpoint.is_dir():
             raise ConfigError(f"there is no checkpoint {resume}")
-        return _started(directory or _run_of(checkpoint), checkpoint)
+        return _started(directory or _run_of(checkpoint), checkpoint, named=True)
     directory = directory or _run_of_config(Path(_asked_config(config))) or _newest_run(name)
     newest = directory.newest_checkpoint()
     if newest is None:
-        raise ConfigError(f"{directory.path} holds no checkpoint to resume from; start anew without --resume")
+        raise ConfigError(_none_to_resume_from(directory))
     return _started(directory, newest)
 
 
@@ -84,6 +86,16 @@ def _begun() -> RunDirectory | None:
     """Where the workers wrote that are gone, if it was noted on this machine."""
     file = Path(os.environ[RUN_FILE]) if RUN_FILE in os.environ else None
     return RunDirectory(Path(file.read_text())) if file is not None and file.is_file() else None
+
+
+def _none_to_resume_from(directory: RunDirectory) -> str:
+    steps = directory.checkpoint_steps()
+    if not steps:
+        return f"{directory.path} holds no checkpoint to resume from; start anew without --resume"
+    from tensorshard.checkpoint.manifest import why_not_whole
+
+    why = why_not_whole(directory.checkpoint(steps[-1]))
+    return f"{directory.path} holds no whole checkpoint to resume from; of {len(steps)}, the newest: {why}"
 
 
 def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None:
@@ -110,12 +122,12 @@ def _written_to(path: Path) -> Iterator[None]:
         raise ConfigError(f"the directory {path} cannot be written ({error}); give another with --output") from error
 
 
-def _started(directory: RunDirectory, checkpoint: Path | None) -> Start:
+def _started(directory: RunDirectory, checkpoint: Path | None, *, named: bool = False) -> Start:
     with _written_to(directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory.path):
             pass
-    return Start(directory, checkpoint)
+    return Start(directory, checkpoint, named)
 
 
 def _run_name(config: DictConfig) -> str:

@@ -1,9 +1,13 @@
-"""Reads torch's distributed checkpoints, of which only the metadata is unpickled; also as a file of weights.
+"""Reads the tensors of checkpoints, by torch's planner for any layout; also as a file of weights.
 
-:class:`StoredWeights` and its like say where files store the values of a model's tensors.
+Checkpoints of format 2 have a manifest, and are checked as they are read. Those of format 1 are torch's distributed
+checkpoints, of which only the metadata is unpickled. :class:`StoredWeights` and its like say where files store the
+values of a model's tensors.
 """
 
 import io
+import json
+import math
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +18,35 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemReader, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
+from tensorshard.common.stores import LocalStore, Store, open_store
 from tensorshard.torch_private.messages import reading_in_one_process
+from tensorshard.weights.files.manifest import (
+    DTYPES,
+    MANIFEST,
+    CheckedFile,
+    DamagedCheckpointError,
+    Manifest,
+    PieceEntry,
+    as_bytes,
+    box,
+    check_sizes,
+    read_checked,
+    read_manifest,
+)
+
+_DOCUMENT = "engine.json"
+_BLOCK = 64 << 20  # bytes that are read before they are copied to where they belong
 
 
 class WeightFile(ABC, Mapping[str, torch.Tensor]):
@@ -73,10 +102,6 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
-_DTYPES = {
-    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
-    "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "uint16", "uint32", "uint64",
-}  # fmt: skip
 
 
 class SafeReader(FileSystemReader):
@@ -115,12 +140,153 @@ def read_metadata(folder: Path) -> Metadata:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
+        if (module, name) in _ALLOWED or (module == "torch" and name in DTYPES):
             return super().find_class(module, name)
         raise ValueError(
             f"the checkpoint's metadata names {module}.{name}, which no checkpoint of tensors needs; it was not "
             f"opened, because such a file could run code"
         )
+
+
+class ManifestReader(StorageReader):
+    """Reads tensors that a manifest describes; what is read is checked."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._metadata = _metadata_of(manifest)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between reads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """All that is needed is in the manifest."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        pieces: dict[str, list[tuple[PieceEntry, ReadItem]]] = {}
+        for item in plan.items:
+            piece = self._metadata.storage_data[item.storage_index]
+            pieces.setdefault(piece.file, []).append((piece, item))
+        for file, items in pieces.items():
+            with CheckedFile(self._store, file, self._manifest.files[file]) as stream:
+                for piece, item in sorted(items, key=lambda pair: pair[0].start):  # each chunk is read once
+                    target = planner.resolve_tensor(item).detach()
+                    _read_box(stream, piece, self._manifest.tensors[item.storage_index.fqn].torch_dtype, item, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _read_box(stream: CheckedFile, piece: PieceEntry, dtype: torch.dtype, item: ReadItem, target: torch.Tensor) -> None:
+    """Reads the part of a stored `piece` that `item` asks for into `target`."""
+    if not piece.sizes:  # a scalar
+        value = torch.empty((), dtype=dtype)
+        stream.read_into(piece.start, as_bytes(value))
+        target.copy_(value)
+        return
+    row = math.prod(piece.sizes[1:]) * dtype.itemsize
+    first, count = int(item.storage_offsets[0]), int(item.lengths[0])
+    others = box(item.storage_offsets[1:], item.lengths[1:])
+    for start in range(0, count, rows := max(1, _BLOCK // max(row, 1))):
+        block = torch.empty((min(rows, count - start), *piece.sizes[1:]), dtype=dtype)
+        stream.read_into(piece.start + (first + start) * row, as_bytes(block))
+        target[start : start + len(block)].copy_(block[(slice(None), *others)])
+
+
+def _metadata_of(manifest: Manifest) -> Metadata:
+    entries: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            properties=TensorProperties(dtype=entry.torch_dtype),
+            size=torch.Size(entry.shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.sizes))
+                for piece in entry.pieces
+            ],
+        )
+        for name, entry in manifest.tensors.items()
+    }
+    places = {
+        MetadataIndex(name, torch.Size(piece.offset)): piece
+        for name, entry in manifest.tensors.items()
+        for piece in entry.pieces
+    }
+    return Metadata(state_dict_metadata=entries, storage_data=places)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """What a checkpoint says about itself, and what reads its tensors.
+
+    Args:
+        store: its folder.
+        document: its ``engine.json``.
+        metadata: of its tensors.
+        manifest: None in a checkpoint of format 1, which has no checksums.
+    """
+
+    store: Store
+    document: dict[str, Any]
+    metadata: Metadata
+    manifest: Manifest | None
+
+    def reader(self) -> StorageReader:
+        """What reads its tensors."""
+        if self.manifest is None:
+            assert isinstance(self.store, LocalStore)
+            return SafeReader(self.store.path)
+        return ManifestReader(self.store, self.manifest)
+
+
+def open_checkpoint(path: Path | str) -> OpenCheckpoint:
+    """Reads what the checkpoint at `path`, a folder or a URL, says about itself.
+
+    Raises:
+        FileNotFoundError: it is not a checkpoint, or not a whole one.
+        DamagedCheckpointError: a file of it is missing or cut off, or one that was read is damaged.
+        ValueError: it is of a version that this one does not read.
+    """
+    store = open_store(path)
+    manifest = read_manifest(store)
+    if manifest is not None:
+        check_sizes(store, {name: entry.size for name, entry in manifest.files.items()})
+        document = json.loads(read_checked(store, manifest, manifest.document))
+        return OpenCheckpoint(store, document, _metadata_of(manifest), manifest)
+    if store.size(_DOCUMENT) is None:
+        raise FileNotFoundError(f"{path} is not a checkpoint of tensorshard: it has no file {_DOCUMENT}")
+    try:
+        document = json.loads(store.read(_DOCUMENT).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(f"{store.path_of(_DOCUMENT)} is damaged: it is not UTF-8: {error}") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{store.path_of(_DOCUMENT)} is damaged: {error}") from error
+    if document.get("format") == 2:
+        raise DamagedCheckpointError(
+            f"{store.path_of(MANIFEST)} is missing, so {path} was not written to its end; load an older checkpoint"
+        )
+    if document.get("format") != 1:
+        raise ValueError(f"{path} has format {document.get('format')!r}; this version reads formats 1 and 2")
+    if not isinstance(store, LocalStore):
+        raise ValueError(f"{path} is a checkpoint of format 1, which is read from a disk alone; copy it to one")
+    metadata = read_metadata(store.path)
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    check_sizes(store, ends, at_least=True)
+    return OpenCheckpoint(store, document, metadata, None)
 
 
 class CheckpointWeights(WeightFile):
@@ -129,9 +295,9 @@ class CheckpointWeights(WeightFile):
     PREFIXES = ("model.", "buffers.")
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory / ".metadata")
-        self._directory = directory
-        stored = read_metadata(directory).state_dict_metadata
+        self._checkpoint = open_checkpoint(directory)
+        super().__init__(directory / (MANIFEST if self._checkpoint.manifest is not None else ".metadata"))
+        stored = self._checkpoint.metadata.state_dict_metadata
         self._keys = {
             key.partition(".")[2]: key
             for key, entry in stored.items()
@@ -139,10 +305,14 @@ class CheckpointWeights(WeightFile):
         }
         self._layouts = {name: _on_meta(stored[key]) for name, key in self._keys.items()}
 
+    @property
+    def document(self) -> dict[str, Any]:
+        """The checkpoint's ``engine.json``."""
+        return self._checkpoint.document
+
     def __getitem__(self, name: str) -> torch.Tensor:
         room = torch.empty_like(self._layouts[name], device="cpu")
-        with reading_in_one_process():
-            dcp.load({self._keys[name]: room}, storage_reader=SafeReader(self._directory), no_dist=True)
+        _read_alone(self._checkpoint, {self._keys[name]: room})
         return room
 
     def __iter__(self) -> Iterator[str]:
@@ -157,16 +327,29 @@ class CheckpointWeights(WeightFile):
 
 def read_tensors(directory: Path, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors of the checkpoint `directory` whose keys begin with `prefix`, whole, by the rest of their keys."""
-    stored = read_metadata(directory).state_dict_metadata
+    checkpoint = open_checkpoint(directory)
     room = {
         key: torch.empty_like(_on_meta(entry), device="cpu")
-        for key, entry in stored.items()
+        for key, entry in checkpoint.metadata.state_dict_metadata.items()
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     if room:
-        with reading_in_one_process():
-            dcp.load(dict(room), storage_reader=SafeReader(directory), no_dist=True)
+        _read_alone(checkpoint, dict(room))
     return {key.removeprefix(prefix): value for key, value in room.items()}
+
+
+def _read_alone(checkpoint: OpenCheckpoint, room: dict[str, torch.Tensor]) -> None:
+    """Reads tensors on this process, without others.
+
+    Raises:
+        DamagedCheckpointError: a file is damaged.
+    """
+    try:
+        with reading_in_one_process():
+            dcp.load(room, storage_reader=checkpoint.reader(), no_dist=True)
+    except dcp.CheckpointException as error:
+        cause = error.failures[0][0]
+        raise (cause if isinstance(cause, DamagedCheckpointError) else error) from error
 
 
 def _on_meta(entry: Any) -> torch.Tensor:
