@@ -116,7 +116,8 @@ def _losses(directory: Path) -> dict[int, float]:
 def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     best = "train.save_best=lowest val_error"
-    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", best, output=output)
+    background = "train.save_in_background=true"
+    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", best, background, output=output)
     assert "measured, rank" in (output / "profile" / "memory.html").read_text()
     lines = read_metrics(output / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))

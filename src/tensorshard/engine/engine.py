@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 
 from tensorshard.checkpoint.background import BackgroundSaves
+from tensorshard.checkpoint.registered import RegisteredStates
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.generation import Generator
@@ -134,7 +135,7 @@ class Engine(LoopMethods, StateMethods):
                 RootRole.TRANSFERS,
                 after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
-        self._background = BackgroundSaves(mesh.world_group, device)
+        self._background, self._states = BackgroundSaves(mesh.world_group, device), RegisteredStates()
         self._watch = CallWatch(mesh.groups(), device, internal=StepAgain)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()

@@ -213,7 +213,14 @@ def _prepare(
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,
         options,
-        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints, settings.save_best),
+        CheckpointHook(
+            start.directory,
+            settings.save_every,
+            settings.keep_checkpoints,
+            settings.save_best,
+            keep_every=settings.keep_every,
+            background=settings.save_in_background,
+        ),
     ]
     trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
     if state:
