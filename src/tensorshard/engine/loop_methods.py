@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.data import Dataset
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
+from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.last_batch import EqualShares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders, is_stream
 from tensorshard.engine.manual_loop import ManualLoop
@@ -48,6 +50,7 @@ class LoopMethods:
     _manual_loop: ManualLoop
     _penalties: Penalties
     _shares: EqualShares
+    _watch: CallWatch
     _seed: int
 
     def backward(self, loss: Any) -> torch.Tensor:
@@ -106,7 +109,8 @@ class LoopMethods:
             TypeError: there is no tensor in `values`.
             ValueError: another dimension, or a type, differs between the ranks.
         """
-        return gather(values, self.mesh, self.device)
+        with explained("engine.gather", self._watch):
+            return gather(values, self.mesh, self.device)
 
     def mean(self, values: Any) -> Any:
         """The mean over the data ranks, as one process would compute it. Every rank calls it.
@@ -126,7 +130,8 @@ class LoopMethods:
             >>> accuracy = engine.mean((engine.predict(inputs).argmax(1) == targets).float())
             >>> found = engine.mean({"loss": loss, "tokens": (token_losses.sum(), token_losses.numel())})
         """
-        return mean(values, self.mesh, self.device)
+        with explained("engine.mean", self._watch):
+            return mean(values, self.mesh, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, before clipping: a scalar, the same on every rank. A collective.
