@@ -128,7 +128,9 @@ def test_methods_beside_step_see_whole_parameters(ranks, fields):
 
 def _gpt_engine(fields: dict[str, Any]) -> ts.Engine:
     seeds.seed(3)
-    return ts.parallelize(GPT(61, 16, 2, 2, 36), ts.Plan(**fields), optimizer=_combined, loss_fn=next_token_loss)
+    return ts.parallelize(
+        GPT(61, 16, 2, 2, 36).double(), ts.Plan(**fields), optimizer=_combined, loss_fn=next_token_loss
+    )
 
 
 def _combined(named_parameters: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:

@@ -106,7 +106,8 @@ class Soap(Own):
         if state["count"] % 5 == 0:
             # Well apart, so that rounding does not turn the basis.
             apart = torch.diag(torch.linspace(0, 1, len(g), dtype=p.dtype, device=p.device))
-            state["basis"] = torch.linalg.eigh(rows + apart)[1]
+            basis = torch.linalg.eigh(rows + apart)[1]
+            state["basis"] = basis * basis.diagonal().sign()  # its signs are any, and rounding would choose them
         p.sub_(state["basis"] @ _adam(p, state["basis"].T @ g, state), alpha=group["lr"])
 
 

@@ -78,7 +78,12 @@ class EngineLoader:
             ShardedBatchSampler(batch_size, batch_size, dp_rank=dp_rank, dp_size=dp_size, seed=seed)  # checks them
             self._check_stream()
             return
-        self._sampler()  # which checks all of these
+        if not len(self._sampler()):  # it also checks all of these
+            raise ValueError(
+                f"engine.loader(drop_last=True) leaves out every batch: the {type(dataset).__name__} has "
+                f"{len(dataset)} samples, fewer than batch_size={batch_size} (of all data ranks); "  # type: ignore[arg-type]
+                f"give a batch_size of at most {len(dataset)}, or drop_last=False"  # type: ignore[arg-type]
+            )
         self._batches()  # and this the options
 
     def __len__(self) -> int:

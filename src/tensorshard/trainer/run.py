@@ -45,7 +45,7 @@ from tensorshard.trainer.hooks import (
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.launch.worker import end_process
-from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
+from tensorshard.trainer.loaders import Collate, evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.newest_checkpoint import load_start
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
@@ -170,6 +170,7 @@ def _prepare(
     _check_optimizer(config)
     with _asked_for("data.train"):
         dataset = instantiate(config.data.train)
+    collate = Collate.of(config)
     engine = parallelize(
         initial_model(config.model),
         settings.plan,
@@ -177,7 +178,7 @@ def _prepare(
         loss_fn=instantiate(config.loss),
         seed=settings.seed,
         # Stages are balanced by the cost of real samples.
-        sample_inputs=sample_inputs(dataset) if settings.plan.pp > 1 else None,
+        sample_inputs=sample_inputs(dataset, collate) if settings.plan.pp > 1 else None,
         timeout=timeout,
         debug=settings.debug,
         watchdog=settings.watchdog,
@@ -201,6 +202,7 @@ def _prepare(
         seed=settings.seed,
         samples_consumed=state["samples_consumed"] if state else 0,
         num_workers=settings.num_workers,
+        collate=collate,
     )
     timer = TimerHook(every=settings.log_every)
     memory = PeakMemory(engine.device)
@@ -216,7 +218,14 @@ def _prepare(
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,
         options,
-        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints, settings.save_best),
+        CheckpointHook(
+            start.directory,
+            settings.save_every,
+            settings.keep_checkpoints,
+            settings.save_best,
+            keep_every=settings.keep_every,
+            background=settings.save_in_background,
+        ),
     ]
     trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
     if state:
@@ -307,6 +316,7 @@ def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> 
         global_batch_size=settings.global_batch_size,
         shuffle=settings.eval_batches is not None,
         num_workers=settings.num_workers,
+        collate=Collate.of(config),
     )
     evaluators: list[Evaluator] = [LossEvaluator(loader, settings.eval_batches)]
     if config.get("metrics"):

@@ -5,11 +5,11 @@ from itertools import islice
 from typing import Any
 
 from omegaconf import DictConfig
-from torch.utils.data import default_collate
 
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.engine.loader import is_stream
 from tensorshard.trainer.initial_model import initial_model
+from tensorshard.trainer.loaders import Collate
 from tensorshard.trainer.settings import TrainSettings
 
 
@@ -21,6 +21,7 @@ class RunParts:
 
     Attributes:
         settings: the ``train`` section.
+        collate: makes batches of samples.
 
     Raises:
         ConfigError: a section is missing, or a setting makes no sense.
@@ -32,6 +33,7 @@ class RunParts:
         if config.data.get("train") is None:
             raise ConfigError("the config has no data.train, whose samples say what the model is given")
         self._data = instantiate(config.data.train)
+        self.collate = Collate.of(config)
 
     def arguments(self) -> dict[str, Any]:
         """The model, optimizer and loss, as arguments of :func:`tensorshard.parallelize`."""
@@ -48,7 +50,7 @@ class RunParts:
     def batch(self, samples: int) -> Any:
         """Inputs and targets of the first samples of the training data; of all, if these are fewer."""
         if is_stream(self._data):
-            return default_collate(list(islice(iter(copy.deepcopy(self._data)), samples)))
+            return self.collate(list(islice(iter(copy.deepcopy(self._data)), samples)))
         found = []
         for index in range(samples):
             try:
@@ -57,4 +59,4 @@ class RunParts:
                 break
         if not found:
             raise ConfigError("data.train has no samples")
-        return default_collate(found)
+        return self.collate(found)
