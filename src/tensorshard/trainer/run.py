@@ -1,6 +1,7 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ from tensorshard.trainer.report import print_opening, print_summary, resume_comm
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.session_record import Session, write_session
 from tensorshard.trainer.settings import TrainSettings
-from tensorshard.trainer.start import Start, find_start, write_config
+from tensorshard.trainer.start import Start, find_start, note_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text
 from tensorshard.trainer.trainer import Trainer
 
@@ -98,6 +99,8 @@ def run(
     sample = TextSettings.from_config(config.sample) if config.get("sample") else None
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
     start = decide_once(lambda: find_start(config, settings, resume, output), world_group())
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        note_start(start)
 
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
