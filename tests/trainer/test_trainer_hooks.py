@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rank_pool import RankPool
+from tensorshard import Plan, parallelize
 from tensorshard.config import ConfigError
 from tensorshard.engine.engine import NonFiniteLossError
 from tensorshard.trainer import (
@@ -25,6 +27,7 @@ from tensorshard.trainer import (
     Trainer,
     warmup_linear,
 )
+from tensorshard.trainer.hooks import OutOfMemoryHook
 from tensorshard.trainer.loggers import Logger
 from tensorshard.trainer.step_record import BatchSize
 from trainer_doubles import CountingEngine, regression_batches
@@ -404,3 +407,23 @@ def test_intervals_must_make_sense(hook: Any, arguments: dict[str, Any]) -> None
 def test_a_number_of_kept_checkpoints_must_make_sense() -> None:
     with pytest.raises(ValueError, match="keep is -1"):
         CheckpointHook(RunDirectory(Path("x")), every=1, keep=-1)
+
+
+def _without_memory(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("made by the test")
+
+
+def _run_out_of_memory() -> list[str]:
+    adam = partial(torch.optim.AdamW, lr=0.1)
+    engine = parallelize(partial(nn.Linear, 256, 128), Plan(zero=1), optimizer=adam, loss_fn=_without_memory)
+    batch = torch.ones(4, 256), torch.ones(4, 128)
+    trainer = Trainer(engine, [batch], max_steps=1, hooks=[OutOfMemoryHook(global_batch_size=8)])
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.fit()
+    return raised.value.__notes__
+
+
+def test_an_error_about_memory_says_what_was_held_and_what_takes_less(ranks: RankPool) -> None:
+    note = ranks(2, _run_out_of_memory)[1][-1]
+    assert "rank 1 ran out of memory in step 1" in note and "optimizer states" in note and "parameters" in note
+    assert "zero=2" in note and "micro_batches=2" in note and "recompute=full" in note

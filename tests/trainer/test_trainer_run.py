@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import pretrained_models
 from rank_pool import RankError, RankPool
@@ -94,6 +95,24 @@ class Sums(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.inputs[index].sum(dim=0, keepdim=True)
 
 
+class SumsInAStream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same, one after the other."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.samples, self.next = Sums(count, seed), 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.next < len(self.samples):
+            self.next += 1
+            yield self.samples[self.next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "small.py"
@@ -151,6 +170,19 @@ def test_a_resumed_run_continues_on_another_number_of_ranks_and_zero_level(
         resumed = _losses(output)
         assert list(resumed) == [5, 6, 7, 8, 9, 10]
         assert resumed == pytest.approx({step: undisturbed[step] for step in resumed}, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_in_the_middle_of_a_stream(ranks: RankPool, config: Path, tmp_path: Path) -> None:
+    config.write_text(
+        config.read_text().replace('"train": LazyCall(Sums)(count=100', '"train": LazyCall(SumsInAStream)(count=52')
+    )
+    config.write_text(config.read_text().replace("import Sums,", "import Sums, SumsInAStream,"))
+    ranks(2, _run, config, output=tmp_path / "whole")
+    undisturbed = _losses(tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"
+    ranks(1, _run, config, output=tmp_path / "resumed", resume=checkpoint)
+    assert _losses(tmp_path / "resumed") == pytest.approx({step: undisturbed[step] for step in range(5, 11)}, rel=1e-5)
 
 
 def _flip_a_bit(file: Path) -> None:

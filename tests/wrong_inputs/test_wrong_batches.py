@@ -225,7 +225,7 @@ LOADERS: dict[str, Case] = {
     "a batch of 0": (lambda e: e.usual.loader(_data(), 0), "batch_size is 0", "at least 1"),
     "a batch as text": (lambda e: e.usual.loader(_data(), "4"), "batch_size is '4'", "an integer of at least 1"),
     "half a sample": (lambda e: e.usual.loader(_data(), 2.5), "batch_size is 2.5", "an integer of at least 1"),
-    "a stream": (lambda e: e.usual.loader(_Stream(), 4), "_Stream", "len(dataset)"),
+    "a stream": (lambda e: e.usual.loader(_Stream(), 4), "_Stream", "shuffle=False"),
     "no samples": (lambda e: e.usual.loader(TensorDataset(torch.zeros(0, 2)), 4), "no samples"),
     "no whole batch": (
         lambda e: e.usual.loader(TensorDataset(torch.zeros(3, 2)), 4, drop_last=True), "3 samples", "batch_size=4"

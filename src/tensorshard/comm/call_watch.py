@@ -4,20 +4,32 @@ A rank that waits in a collective for one that will not come would learn of it w
 and not why. So each rank keeps, in memory, which of its calls are done and which is under way. A thread looks at that
 every second. What has not changed for two seconds goes to the world's store, so a quick step costs no message. A rank
 that has waited in a collective for three seconds reads what the others have written there.
+
+What stays unchanged is written again every two seconds. So a process that is stopped, or whose machine is lost, is told
+from one that computes for long. As torch's flight recorder does, each rank says which collective it waits in; those of
+ranks that send and receive, as on Gloo, are not in that recorder.
 """
 
+import faulthandler
 import json
 import logging
+import os
+import signal
+import socket
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tensorshard.comm.collectives import awaited
 from tensorshard.comm.world import world
 from tensorshard.torch_private.process_groups import backend_name, default_store, place_of_wait
 
@@ -26,7 +38,12 @@ logger = logging.getLogger("tensorshard")
 _UNCHANGED = 2  # looks, until a state is written down
 _WAITS = 3  # looks, until the others' states are read
 _SAYS = 10  # looks, until a rank that waits for another one says so
+_BEAT = 2  # looks, until an unchanged state is written again
+_STOPPED = 5  # looks without news, until a process of this machine that the system calls stopped counts as stopped
+_SILENT = 20  # looks without news, until a rank of another machine counts as lost
+_DEADLOCK = 12  # looks, until ranks that all wait in different collectives of one group are ended
 _CAUSE_CHARACTERS = 500
+_ALARM = "alarm"
 _TAG = 0x7453_6842  # of a message that nobody sends
 _MANY_RANKS = 64  # above, states are read less often
 
@@ -50,6 +67,11 @@ class CallWatch:
         device: of the tensors that are sent.
         internal: exceptions that leave a call on all ranks and are no failures.
         pause: seconds between two looks.
+        axes: names of `groups`, for messages.
+        line_of: the line of the user's code that a frame belongs to; "" if it belongs to none.
+        enabled: False for a watch that does nothing.
+        patience: seconds that a rank waits in a collective for one that computes, until both are ended; None for the
+            timeout of the groups.
     """
 
     def __init__(
@@ -59,7 +81,15 @@ class CallWatch:
         *,
         internal: type[Exception] | tuple[()] = (),
         pause: float = 1.0,
+        axes: Sequence[str] = (),
+        line_of: Callable[[FrameType], str] | None = None,
+        enabled: bool = True,
+        patience: float | None = None,
     ) -> None:
+        self.stacks: Path | None = None
+        """The folder where each rank writes its stacks when one of them finds that a call cannot end."""
+        self.end_process: Callable[[str], Any] | None = None
+        """Ends this process, which keeps the others waiting, or cannot stop waiting itself."""
         self.verdict: str | None = None
         """Why this rank's collectives were ended, or will not end."""
         self._groups, self._device, self._internal = groups, device, internal
@@ -68,13 +98,21 @@ class CallWatch:
         self._begun = 0  # those that failed as well: ranks that all fail may try again
         self._call: str | None = None
         self._failed: str | None = None
-        self._thread = 0  # that makes the call
+        self._thread = 0  # that makes the calls
         self._looks = 0  # in a row that saw no change
         self._seen: Any = None
         self._waits = 0  # looks in a row that saw the same wait
         self._waits_at: Any = None
         self._said = False
+        self._axes, self._line_of, self._patience, self._pause = axes, line_of, patience, pause
+        self._beat = 0
+        self._heard: dict[int, tuple[int, int]] = {}  # of each rank: its last beat, and the look at which it came
+        self._alarmed = False
+        self._asked = 0  # looks in a row at which this process was asked to end
         self._store: Any = None
+        if not enabled:
+            return
+        self._thread = threading.get_ident()
         if self._size == 1 or dist.get_backend(groups[0]) == "fake" or world().is_simulated:
             return
         store = default_store()
@@ -115,7 +153,9 @@ class CallWatch:
         for _ in range(4):
             if self.verdict is None:
                 threading.Event().wait(0.25)  # for what another rank is writing
-                self.verdict = self._cause(self._read(), call)
+                culprit, self.verdict = self._cause(self._read(), call)
+                if self.verdict is not None:
+                    self._raise_alarm(culprit, self.verdict, fatal=True)
         return self.verdict
 
     def look(self) -> None:
@@ -124,57 +164,189 @@ class CallWatch:
         self._looks = self._looks + 1 if now == self._seen else 0
         if now != self._seen:
             self._seen, self._said = now, False
-        if self._looks == _UNCHANGED:
+        if self._looks >= _UNCHANGED and (self._looks - _UNCHANGED) % (_BEAT + self._size // _MANY_RANKS) == 0:
+            self._beat += 1
             self._write()
+            self._answer_alarm()
         if self._call is None or self._looks < _UNCHANGED or self.verdict is not None:
             return
         place = place_of_wait(self._thread)
         self._waits = self._waits + 1 if place is not None and place == self._waits_at else 0
         self._waits_at = place
+        if not self._waits:
+            self._heard.clear()
         if self._waits < _WAITS or self._waits % (1 + self._size // _MANY_RANKS):
             return
         call, states = self._call, self._read()
-        cause = self._cause(states, call)
+        for rank, state in states.items():
+            if self._heard.get(rank, (-1, 0))[0] != state["beat"]:
+                self._heard[rank] = (state["beat"], self._waits)
+        culprit, cause = self._cause(states, call)
+        if cause is None:
+            culprit, cause = self._stall(states, call)
         if cause is not None and now == (self._done, self._begun, self._call, self._failed):
+            self._raise_alarm(culprit, cause, fatal=True)
             self.verdict = cause
+            self._end_stopped(states.get(culprit))
             if not self._end_collectives():
                 logger.error("rank %d waits in %s, and will do so until the timeout: %s", self._rank, call, cause)
+                if self.end_process is not None:
+                    self.end_process(cause)
         elif cause is None and self._waits >= _SAYS and not self._said:
             self._say_who_is_missing(call, states)
 
+    def _missing(self, states: Mapping[int, Any], call: str) -> list[int]:
+        """The ranks that compute, or do something else, while this one waits for them in `call`."""
+        return [
+            rank
+            for rank, state in states.items()
+            if state["done"] == self._done
+            and (state["call"] is None or (state["call"] == call and not state["waits"] and self._waits >= _SAYS))
+        ]
+
     def _say_who_is_missing(self, call: str, states: Mapping[int, Any]) -> None:
-        missing = [rank for rank, state in states.items() if state["done"] == self._done and state["call"] is None]
-        waiting = [rank for rank, state in states.items() if state["done"] == self._done and state["call"] == call]
+        missing = self._missing(states, call)
+        waiting = [rank for rank, state in states.items() if state["done"] == self._done and state["waits"]]
         if missing and self._rank == min([*waiting, self._rank]):
             self._said = True
-            logger.warning(
-                "rank %d waits in %s for %s, which %s not called it; every rank calls it",
-                self._rank,
-                call,
-                _listed(missing),
-                "has" if len(missing) == 1 else "have",
-            )
+            outside = all(states[rank]["call"] is None for rank in missing)
+            why = f"which {'has' if len(missing) == 1 else 'have'} not called it; every rank calls it"
+            why = why if outside else "which computes"
+            places = "".join(f"; {self._place(rank, states[rank])}" for rank in missing[:4] if states[rank]["line"])
+            logger.warning("rank %d waits in %s for %s, %s%s", self._rank, call, _listed(missing), why, places)
+            self._raise_alarm(missing[0], f"{_listed(missing)} kept the others waiting in {call}", fatal=False)
 
-    def _cause(self, states: Mapping[int, Any], call: str) -> str | None:
-        """Why a collective of `call` cannot end, by the others' `states`; None if that is not known."""
+    def _stall(self, states: Mapping[int, Any], call: str) -> tuple[int, str | None]:
+        """Which rank let this one wait for longer than `patience`, and where it is."""
+        if self._patience is None or self._waits * self._pause < self._patience:
+            return -1, None
+        for rank in self._missing(states, call):
+            return rank, (
+                f"rank {rank} did not come for {self._patience:g} s (watchdog={self._patience:g}) while rank "
+                f"{self._rank} waited in {call}, call {self._done + 1}; {self._place(rank, states[rank])}"
+            )
+        return -1, None
+
+    def _place(self, rank: int, state: Mapping[str, Any]) -> str:
+        line = f" is at {state['line']}" if state["line"] else " is in no line of your code"
+        return f"rank {rank}{line}, process {state['pid']} on {state['host']}"
+
+    def _raise_alarm(self, culprit: int, cause: str, *, fatal: bool) -> None:
+        """Asks all ranks for their stacks."""
+        with suppress(RuntimeError):
+            self._store.set(_ALARM, json.dumps({"culprit": culprit, "cause": cause, "fatal": fatal}))
+        self._write_stacks(cause)
+
+    def _answer_alarm(self) -> None:
+        """Writes this rank's stacks, and ends this process if it keeps the others waiting, where one of them asks."""
+        if not self._store.check([_ALARM]):
+            return
+        alarm = json.loads(self._store.get(_ALARM))
+        self._write_stacks(alarm["cause"])
+        ends_by_itself = self._failed is not None or self.verdict is not None or place_of_wait(self._thread) is not None
+        if ends_by_itself or not alarm["fatal"] or alarm["culprit"] != self._rank:
+            return
+        self._asked += 1
+        if self._asked > 1 and self.end_process is not None:
+            self.end_process(alarm["cause"])
+
+    def _write_stacks(self, cause: str) -> None:
+        if self._alarmed or self.stacks is None:
+            return
+        self._alarmed = True
+        with suppress(OSError):
+            self.stacks.mkdir(parents=True, exist_ok=True)
+            with (self.stacks / f"rank{self._rank}.txt").open("w", encoding="utf-8") as file:
+                file.write(f"{cause}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    def _end_stopped(self, state: Mapping[str, Any] | None) -> None:
+        """Ends a stopped process of this run, which cannot hear its launcher; only where processes may be ended."""
+        if self.end_process is not None and state is not None and _process_state(state) == "T":
+            with suppress(OSError):
+                os.kill(state["pid"], signal.SIGKILL)
+
+    def _cause(self, states: Mapping[int, Any], call: str) -> tuple[int, str | None]:
+        """By which rank and why a collective of `call` cannot end, by the others' `states`; None if it is not known."""
         for rank, state in states.items():
             now = state["done"] == self._done and state["begun"] >= self._begun
             if state["failed"] is not None and now:
-                return f"rank {rank} failed in {state['failed']}"
+                return rank, f"rank {rank} failed in {state['failed']}"
         for rank, state in states.items():
             now = (state["done"], state["begun"]) == (self._done, self._begun)
             if state["call"] not in (None, call) and now:
-                return (
+                return rank, (
                     f"rank {rank} called {state['call']} while rank {self._rank} called {call}; every rank makes the "
                     f"same calls in the same order, also those that only one rank needs (no `if rank == 0` around them)"
                 )
         for rank, state in states.items():
             if state["ended"]:
-                return f"rank {rank} has ended, or let go of its Engine"
+                return rank, f"rank {rank} has ended, or let go of its Engine"
+        for rank, state in states.items():
+            gone = self._gone(rank, state)
+            if gone is not None:
+                return rank, f"rank {rank} {gone}"
+        return self._deadlock(states, call)
+
+    def _gone(self, rank: int, state: Mapping[str, Any]) -> str | None:
+        """How a rank was lost without a word; None if it is not known to be lost."""
+        process = _process_state(state)
+        silent = self._waits - self._heard[rank][1] if rank in self._heard else 0
+        who = f"process {state['pid']} on {state['host']}"
+        if process == "gone":
+            return (
+                f"has died without a word: {who} is not there any more; the system's log says if it was out of memory"
+            )
+        if process == "T" and silent >= _STOPPED:
+            return f"is stopped (by SIGSTOP, a terminal or a debugger): {who}"
+        if process is None and silent >= _SILENT:
+            return (
+                f"has not been heard of for {silent * self._pause:.0f} s: {who} was stopped or killed, or its machine "
+                f"cannot be reached"
+            )
         return None
 
+    def _deadlock(self, states: Mapping[int, Any], call: str) -> tuple[int, str | None]:
+        """Whether all ranks of the group that this one waits in wait there, too, but in different collectives."""
+        mine = self._waiting()
+        if mine["collective"] is None or self._waits < _DEADLOCK:
+            return -1, None
+        others = {rank: states[rank] for rank in mine["ranks"] if rank in states}
+        for state in others.values():
+            if not state["waits"] or state["ranks"] != mine["ranks"] or state["done"] != self._done:
+                return -1, None
+        # The rank of which the fewest wait in the same collective is the one that differs.
+        named = {rank: state["collective"] for rank, state in others.items()} | {self._rank: mine["collective"]}
+        if None in named.values() or len(set(named.values())) == 1:
+            return -1, None
+        counts = {rank: list(named.values()).count(name) for rank, name in named.items()}
+        odd = min(others, key=lambda rank: (counts[rank], named[rank] == mine["collective"]))
+        axis = f" of the axis {mine['axis']}" if mine["axis"] else ""
+        at = f" at {mine['line']}" if mine["line"] else ""
+        return odd, (
+            f"the ranks {mine['ranks']}{axis} wait in different collectives of {call}, call {self._done + 1}: rank "
+            f"{self._rank} in {named[self._rank]}{at}, and rank {odd} in {named[odd]}: "
+            f"{self._place(odd, others[odd])}. Tensors of other shapes, or another branch in the model, do that"
+        )
+
+    def _waiting(self) -> dict[str, Any]:
+        """Where the thread that makes the calls is: whether it waits, in which collective of which ranks, and for
+        which line of the user's code."""
+        frame = sys._current_frames().get(self._thread)
+        waits = frame is not None and place_of_wait(self._thread) is not None
+        found = awaited(frame) if waits else None
+        collective, group = found if found is not None else (None, None)
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        axis = next((name for other, name in zip(self._groups, self._axes, strict=False) if other is group), "")
+        line = "" if frame is None or self._line_of is None else self._line_of(frame)
+        return {"waits": waits, "collective": collective, "ranks": ranks, "axis": axis, "line": line}
+
     def _write(self) -> None:
-        state = {"done": self._done, "begun": self._begun, "call": self._call, "failed": self._failed, "ended": False}
+        state = {
+            "done": self._done, "begun": self._begun, "call": self._call, "failed": self._failed, "ended": False,
+            "beat": self._beat, **_THIS_PROCESS, "pid": os.getpid(), **self._waiting(),
+        }  # fmt: skip
         with suppress(RuntimeError):  # the store is gone
             self._store.set(str(self._rank), json.dumps(state))
 
@@ -198,6 +370,28 @@ class CallWatch:
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
         return True
+
+
+def _system() -> str:
+    """Names the running system and its table of processes: equal for processes that see each other's numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+_THIS_PROCESS = {"host": socket.gethostname(), "system": _system()}
+
+
+def _process_state(state: Mapping[str, Any]) -> str | None:
+    """Of a rank's process: "gone", "T" if it is stopped, "runs"; None if it is on another machine."""
+    if not _THIS_PROCESS["system"] or state["system"] != _THIS_PROCESS["system"]:
+        return None
+    try:
+        letter = Path(f"/proc/{state['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return "gone" if letter in "ZX" else "T" if letter in "Tt" else "runs"
 
 
 def _look(watch: "weakref.ref[CallWatch]", stop: threading.Event, pause: float) -> None:

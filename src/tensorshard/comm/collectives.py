@@ -16,6 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,11 @@ _SMALL_BYTES_OF_PAIR = 1 << 21
 
 # How long the rest of a failed step is waited for.
 _PATIENCE = timedelta(seconds=20)
+
+_TORCH_COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast",
+    "all_to_all", "all_to_all_single", "barrier",
+}  # fmt: skip
 
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
@@ -107,6 +113,10 @@ class _Call:
         self.group = group
         self.tag = zlib.crc32(self._description.encode()) >> 1 | 1  # a positive int of 31 bits; torch's own is 0
 
+    def describe(self) -> str:
+        """Its name, what it is of and its size: the same on all ranks that make the same call."""
+        return self._description
+
     def send(self, tensor: torch.Tensor, rank: int, stage: int = 0) -> Any:
         _Call.under_way = self
         try:
@@ -136,6 +146,27 @@ class _Call:
             f"not compute on split or sharded tensors under an `if rank == 0`, or depending on a rank's own data, and "
             f"take equally many batches on every rank. Its transfer ended with: {cause}"
         )
+
+
+def awaited(frame: FrameType | None) -> tuple[str, dist.ProcessGroup] | None:
+    """The collective that a thread waits in, by its innermost `frame`, and its group; None if it is in none.
+
+    Sends and receives between stages of a pipeline are no collectives.
+    """
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        call = own._call if isinstance(own, _Pending) else own
+        if isinstance(call, _Call):
+            return call.describe(), call.group
+        name = frame.f_globals.get("__name__", "")
+        if name == "torch.distributed.distributed_c10d":
+            group = frame.f_locals.get("group")
+            if isinstance(group, dist.ProcessGroup) and frame.f_code.co_name in _TORCH_COLLECTIVES:
+                tensors = [value for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
+                shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
+                return f"{frame.f_code.co_name}{f' of shapes {shapes}' if shapes else ''}", group
+        frame = frame.f_back
+    return None
 
 
 def collective_under_way() -> tuple[str, bool] | None:

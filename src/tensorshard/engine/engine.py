@@ -43,6 +43,7 @@ from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import StepAgain, StepLoss, StepRunner, WholeModelStepRunner
 from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.buffers import BufferValues, Registration
+from tensorshard.model.call_stack import users_line
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
 from tensorshard.model.trains_itself import OwnRule
 from tensorshard.model.transformers_settings import GenerationCache
@@ -73,6 +74,8 @@ class Engine(LoopMethods, StateMethods):
             the gradients as the plan says.
         measure_grad_norm: whether the next steps set :attr:`grad_norm` even if the plan does not clip.
         scaler: the loss scaler of fp16, or None.
+        call_watch: finds ranks that keep the others waiting. Its ``stacks`` is the folder where all ranks then write
+            their stacks; None for none.
         random: the random streams for dropout and the like, within the Engine's calls and the model's forward. torch's
             global generators are left to you.
 
@@ -100,6 +103,7 @@ class Engine(LoopMethods, StateMethods):
         cache: GenerationCache,
         own_rules: Sequence[OwnRule] = (),
         debug: bool = False,
+        watchdog: bool | float = True,
         storage: Storage,
         heap: HostHeap | None = None,
     ) -> None:
@@ -136,7 +140,15 @@ class Engine(LoopMethods, StateMethods):
                 after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
         self._background, self._states = BackgroundSaves(mesh.world_group, device), RegisteredStates()
-        self._watch = CallWatch(mesh.groups(), device, internal=StepAgain)
+        self._watch = self.call_watch = CallWatch(
+            mesh.groups(),
+            device,
+            internal=StepAgain,
+            axes=mesh.group_names(),
+            line_of=users_line,
+            enabled=watchdog is not False,
+            patience=None if isinstance(watchdog, bool) else float(watchdog),
+        )
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
         self._optimizer, self._owners, again = make_optimizer(optimizer, own_rules, sharded, plan, mesh)

@@ -1,16 +1,18 @@
 """The DataLoader of one rank. Its order does not depend on the plan, and it resumes where a checkpoint was saved."""
 
+import copy
 import difflib
 import inspect
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.data.sampler import TorchOrder
+from tensorshard.engine.stream import DealtStream, is_stateful
 from tensorshard.model.batches import to_device
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
@@ -59,6 +61,8 @@ class EngineLoader:
         self.samples_consumed = 0
         self.short: int | None = None
         self._sizes: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # of batches, by their tensors
+        self._is_stream = is_stream(dataset)
+        self._place: Any = None  # of a stream, after the batch that was handed out last
         self._continues = False  # whether the next pass is the rest of an epoch
         self._device = device
         self._options = {"pin_memory": device.type == "cuda", **options}
@@ -70,6 +74,10 @@ class EngineLoader:
             "drop_last": drop_last,
             "order": None if generator is None else TorchOrder(dataset, generator),
         }
+        if self._is_stream:
+            ShardedBatchSampler(batch_size, batch_size, dp_rank=dp_rank, dp_size=dp_size, seed=seed)  # checks them
+            self._check_stream()
+            return
         if not len(self._sampler()):  # it also checks all of these
             raise ValueError(
                 f"engine.loader(drop_last=True) leaves out every batch: the {type(dataset).__name__} has "
@@ -79,23 +87,27 @@ class EngineLoader:
         self._batches()  # and this the options
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Batches in an epoch.
+
+        Raises:
+            TypeError: the dataset is a stream, whose length is not known.
+        """
+        if self._is_stream:
+            raise TypeError("a loader of a stream has no length: how many samples come is known at the end")
         return len(self._sampler())
 
     def __iter__(self) -> Iterator[Any]:
         if self.samples_consumed and not self._continues:  # the last pass was broken off
             self._next_epoch()
         self._continues = False
-        sampler = self._sampler(self.samples_consumed)
         # A generator of its own: a DataLoader draws a number at each pass, and torch's global one is left to the user.
         generator = torch.Generator().manual_seed(self._order["seed"] + self.epoch)
-        sizes = sampler.global_sizes()
         try:
-            for loaded in self._batches(batch_sampler=_AtLeastOne(sampler), generator=generator):
-                size = next(sizes)
+            for loaded, size, place in (self._stream_pass if self._is_stream else self._pass)(generator):
                 batch = loaded if size >= self._order["dp_size"] else self._share_of_one_or_none(loaded, size)
                 # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
                 self.samples_consumed += size
+                self._place = place
                 self.short = size if size < self.batch_size else None
                 batch = to_device(batch, self._device)
                 for tensor in _with_samples(batch):
@@ -104,6 +116,49 @@ class EngineLoader:
         finally:
             self.short = None
         self._next_epoch()
+
+    def _pass(self, generator: torch.Generator) -> Iterator[tuple[Any, int, Any]]:
+        """The batches to come of this epoch, their samples over all data ranks, and None."""
+        sampler = self._sampler(self.samples_consumed)
+        batches = self._batches(batch_sampler=_AtLeastOne(sampler), generator=generator)
+        for batch, size in zip(batches, sampler.global_sizes(), strict=False):
+            yield batch, size, None
+
+    def _stream_pass(self, generator: torch.Generator) -> Iterator[tuple[Any, int, Any]]:
+        """The batches to come of this epoch, their samples over all data ranks, and the stream's place after each."""
+        options = dict(self._options)
+        # With workers, each pass has a copy of the stream in any case.
+        stream: Any = self.dataset if options.get("num_workers") else copy.deepcopy(self.dataset)
+        dealt = DealtStream(
+            stream,
+            self.batch_size,
+            dp_rank=self._order["dp_rank"],
+            share=self.share,
+            drop_last=self._order["drop_last"],
+            collate=options.pop("collate_fn", None) or default_collate,
+            epoch=self.epoch,
+            state=self._place,
+            skip=0 if self._place is not None else self.samples_consumed,
+        )
+        yield from DataLoader(dealt, batch_size=None, collate_fn=_as_it_is, generator=generator, **options)
+
+    def _check_stream(self) -> None:
+        if self._order["shuffle"]:
+            raise ValueError(
+                f"the {type(self.dataset).__name__} is a stream, which engine.loader cannot shuffle: give "
+                f"shuffle=False, and shuffle in the stream itself, the same on every rank (by set_epoch, if it has one)"
+            )
+        DataLoader(self.dataset, batch_size=None, **self._options)  # which checks the options
+        if self._options.get("persistent_workers"):
+            raise ValueError("persistent_workers=True keeps a stream's place between epochs; leave it out for a stream")
+        if not self._options.get("num_workers"):
+            try:
+                copy.deepcopy(self.dataset)
+            except Exception as error:
+                raise TypeError(
+                    f"each pass reads a copy of the {type(self.dataset).__name__}, which cannot be copied ({error}): "
+                    f"open files and the like in __iter__, or give num_workers=1"
+                ) from error
 
     def size_of(self, batch: Any) -> int | None:
         """Samples over all data ranks of a `batch` that was handed out, at any time; None if it is not of this loader.
@@ -141,13 +196,16 @@ class EngineLoader:
     def _next_epoch(self) -> None:
         self.epoch += 1
         self.samples_consumed = 0
+        self._place = None
 
-    def state_dict(self) -> dict[str, int]:
-        """The epoch and the samples consumed, which are the same on any number of ranks."""
-        return {"epoch": self.epoch, "samples_consumed": self.samples_consumed}
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch and the samples consumed, which are the same on any number of ranks. Of a stream also its place."""
+        place = {} if self._place is None else {"place": self._place}
+        return {"epoch": self.epoch, "samples_consumed": self.samples_consumed, **place}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lets the next pass begin where :meth:`state_dict` was called."""
+        self._place = state.get("place") if self._is_stream and is_stateful(self.dataset) else None
         self.epoch, self.samples_consumed = int(state["epoch"]), int(state["samples_consumed"])
         self._continues = True
 
@@ -171,7 +229,7 @@ class EngineLoaders:
 
     def __init__(self) -> None:
         self.by_name: dict[str, EngineLoader] = {}
-        self._waiting: dict[str, dict[str, int]] = {}
+        self._waiting: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, loader: EngineLoader) -> None:
         """Adds a loader, which goes on where the checkpoint that was loaded before says."""
@@ -184,11 +242,11 @@ class EngineLoaders:
         sizes = ((loader, loader.size_of(batch)) for loader in self.by_name.values())
         return next(((loader, size) for loader, size in sizes if size is not None), None)
 
-    def state_dict(self) -> dict[str, dict[str, int]]:
+    def state_dict(self) -> dict[str, dict[str, Any]]:
         """Where each loader stands."""
         return {name: loader.state_dict() for name, loader in self.by_name.items()}
 
-    def load_state_dict(self, states: dict[str, dict[str, int]]) -> None:
+    def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
         """Puts each loader where it was at :meth:`state_dict`, those that are made later, too."""
         self._waiting = dict(states)
         for name, loader in self.by_name.items():
@@ -215,6 +273,19 @@ class _AtLeastOne(Sampler[list[int]]):
         return len(self._sampler)
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether samples of `dataset` come one after the other, and have no index."""
+    if isinstance(dataset, DataLoader):
+        return False
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__") and is_stateful(dataset)
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 def _check_generator(generator: Any, shuffle: bool) -> None:
     if not isinstance(generator, torch.Generator):
         raise TypeError(
@@ -228,17 +299,18 @@ def _check_generator(generator: Any, shuffle: bool) -> None:
 
 
 def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_index and not is_stream(dataset):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}; engine.loader deals samples to ranks by their index, so it needs "
-            f"one with len(dataset) and dataset[index]. Of a stream, take every engine.mesh.dp_size-th sample from "
-            f"engine.mesh.dp_rank on, in a DataLoader of your own"
+            f"one with len(dataset) and dataset[index]; or a stream: a torch.utils.data.IterableDataset, or another "
+            f"class with __iter__, state_dict and load_state_dict"
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise (ValueError if isinstance(batch_size, int) else TypeError)(
             f"batch_size is {batch_size!r}; it must be an integer of at least 1, the samples of all data ranks together"
         )
-    if not len(dataset):
+    if has_index and not is_stream(dataset) and not len(dataset):
         raise ValueError(f"the {type(dataset).__name__} has no samples; engine.loader needs at least one")
     known = inspect.signature(DataLoader).parameters
     for name in options:

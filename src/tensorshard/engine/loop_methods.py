@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.data import Dataset
 
+from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
+from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.last_batch import EqualShares, check_last_batch
-from tensorshard.engine.loader import EngineLoader, EngineLoaders
+from tensorshard.engine.loader import EngineLoader, EngineLoaders, is_stream
 from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.measures import gather, mean
 from tensorshard.engine.penalties import Penalties, Penalty, PenaltyHandle
@@ -48,6 +50,7 @@ class LoopMethods:
     _manual_loop: ManualLoop
     _penalties: Penalties
     _shares: EqualShares
+    _watch: CallWatch
     _seed: int
 
     def backward(self, loss: Any) -> torch.Tensor:
@@ -106,7 +109,8 @@ class LoopMethods:
             TypeError: there is no tensor in `values`.
             ValueError: another dimension, or a type, differs between the ranks.
         """
-        return gather(values, self.mesh, self.device)
+        with explained("engine.gather", self._watch):
+            return gather(values, self.mesh, self.device)
 
     def mean(self, values: Any) -> Any:
         """The mean over the data ranks, as one process would compute it. Every rank calls it.
@@ -126,7 +130,8 @@ class LoopMethods:
             >>> accuracy = engine.mean((engine.predict(inputs).argmax(1) == targets).float())
             >>> found = engine.mean({"loss": loss, "tokens": (token_losses.sum(), token_losses.numel())})
         """
-        return mean(values, self.mesh, self.device)
+        with explained("engine.mean", self._watch):
+            return mean(values, self.mesh, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, before clipping: a scalar, the same on every rank. A collective.
@@ -202,9 +207,14 @@ class LoopMethods:
         the Engine's device.
 
         Args:
-            dataset: a map-style dataset, with a length.
+            dataset: a map-style dataset, with a length; or a stream (``IterableDataset``), the same on every rank. Each
+                reads it whole and takes its share, whatever the number of ranks and workers. One with
+                ``state_dict`` and ``load_state_dict``, as torchdata and Hugging Face's ``datasets`` have, goes on from
+                its place in a checkpoint; any other is read again up to that place. ``set_epoch`` is called before
+                each epoch if there is one.
             batch_size: samples in one batch over all data ranks, so that training is the same on any number of them.
-            shuffle: whether each epoch has its own order, which depends on the seed and the epoch alone.
+            shuffle: whether each epoch has its own order, which depends on the seed and the epoch alone. False for a
+                stream, which keeps its own.
             drop_last: whether to leave out an epoch's last, smaller batch. Else it is dealt as evenly as possible, and
                 some ranks may get none of its samples: :meth:`Engine.step` counts each sample once all the same, also
                 where micro-batches get different numbers of samples, and if you read batches ahead.
@@ -219,7 +229,7 @@ class LoopMethods:
         Raises:
             ValueError: the number of data ranks does not divide `batch_size`; `name` is taken; a pipeline with batch
                 normalization could not cut the last batch into ``plan.micro_batches``.
-            TypeError: `dataset` has no length; an option would change the order of the data.
+            TypeError: `dataset` has no length and is no stream; an option would change the order of the data.
         """
         name = name or f"loader{len(self.loaders.by_name)}"
         if name in self.loaders.by_name:
@@ -239,7 +249,9 @@ class LoopMethods:
             generator=generator,
         )
         if not drop_last:
-            check_last_batch(len(dataset) % batch_size, self.plan, self.sharded.structure)  # type: ignore[arg-type]
+            # The last batch of a stream may have a single sample.
+            rest = 1 if is_stream(dataset) else len(dataset) % batch_size  # type: ignore[arg-type]
+            check_last_batch(rest, self.plan, self.sharded.structure)
         self.loaders.add(name, made)
         return made
 

@@ -66,9 +66,13 @@ def is_called_by_user(first: FrameType | None, optimizer: Any = None, *, within_
     return True
 
 
-def users_line() -> str:
-    """The line as "gpt.py:71"; "" if there is none, as in the backward of torch's own functions."""
-    frame = sys._getframe(1)
+def users_line(frame: FrameType | None = None) -> str:
+    """The line as "gpt.py:71"; "" if there is none, as in the backward of torch's own functions.
+
+    Args:
+        frame: the innermost one that is looked at; None for the caller's.
+    """
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _STEPS:

@@ -67,6 +67,7 @@ def build_engine(
     sample_inputs: Any = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     debug: bool = False,
+    watchdog: bool | float = True,
     decisions: Decisions | None = None,
     off_device: bool | None = None,
 ) -> Engine:
@@ -133,6 +134,7 @@ def build_engine(
             cache=cache,
             own_rules=rules,
             debug=debug,
+            watchdog=watchdog,
             storage=storage,
             heap=heap,
         )

@@ -90,6 +90,10 @@ class Mesh:
         """All groups of this rank: the world's first, then those of the axes."""
         return [self.world_group, *(self.group(axis) for axis in self._axes)]
 
+    def group_names(self) -> list[str]:
+        """What :meth:`groups` are called, in the same order."""
+        return ["world", *self._axes]
+
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""
         with unset_fake_temporarily():

@@ -69,6 +69,19 @@ def find_changes(
     return found or _together(plan, memory, needed, [candidate for _, candidate in best.values()])
 
 
+def milder(plan: Plan, batch: int | None = None) -> list[tuple[str, str]]:
+    """The changes that :func:`find_changes` would try, one of each kind, without an estimate: each with its cost.
+
+    Args:
+        plan: a resolved plan.
+        batch: samples of one data rank, a multiple of the number of micro-batches; None if it is not known.
+    """
+    first: dict[str, _Candidate] = {}
+    for candidate in _candidates(plan, batch):
+        first.setdefault(candidate.kind, candidate)
+    return [(_words(candidate.fields), candidate.cost) for candidate in first.values()]
+
+
 def _together(plan: Plan, memory: int, needed: Callable[[Plan], int], candidates: list[_Candidate]) -> list[Change]:
     """Changes that make the plan fit together, each of which helps; none if all of them together are not enough."""
     fields: dict[str, Any] = {}

@@ -1,7 +1,9 @@
 """Batches of a dataset, cut into the data ranks' shares."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.data import ShardedBatchSampler
+from tensorshard.engine.engine import Engine
+from tensorshard.engine.loader import is_stream
 from tensorshard.plan.mesh import Mesh
 from tensorshard.trainer.interruption import ignore_stop_signals
 
@@ -55,15 +59,27 @@ _STACKED = Collate()
 
 def training_loader(
     dataset: Dataset[Any],
-    mesh: Mesh,
+    engine: Engine,
     *,
     global_batch_size: int,
     seed: int,
     samples_consumed: int = 0,
     num_workers: int = 0,
     collate: Collate = _STACKED,
-) -> DataLoader[Any]:
-    """Shuffled batches without end, beginning after the samples that a resumed run has consumed."""
+) -> Iterable[Any]:
+    """Shuffled batches without end, beginning after the samples that a resumed run has consumed.
+
+    A stream is read in its own order, and an epoch's last, smaller batch is left out. Its place is in the Engine's
+    checkpoints.
+    """
+    if is_stream(dataset):
+        options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "worker_init_fn": ignore_stop_signals,
+            "collate_fn": collate,
+        }
+        return engine.loader(dataset, global_batch_size, shuffle=False, drop_last=True, name="train", **options)
+    mesh = engine.mesh
     sampler = ShardedBatchSampler(
         len(dataset),  # type: ignore[arg-type]
         global_batch_size,
@@ -100,6 +116,9 @@ def evaluation_loader(
 
 def sample_inputs(dataset: Dataset[Any], collate: Collate) -> Any:
     """The inputs of a batch of two samples, as a loader gives them."""
+    if is_stream(dataset):
+        inputs, _ = collate(list(islice(iter(copy.deepcopy(dataset)), 2)))
+        return inputs
     inputs, _ = collate([dataset[0], dataset[min(1, len(dataset) - 1)]])  # type: ignore[arg-type]
     return inputs
 

@@ -39,12 +39,14 @@ from tensorshard.trainer.hooks import (
     MemoryHook,
     MemoryProfileHook,
     OptimizerOptionsHook,
+    OutOfMemoryHook,
     ProfileHook,
     ScheduleHook,
     TimerHook,
 )
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
+from tensorshard.trainer.launch.worker import end_process
 from tensorshard.trainer.loaders import Collate, evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.newest_checkpoint import load_start
@@ -104,7 +106,9 @@ def run(
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
     try:
         with log, StopRequest() as stop:
-            parts = _prepare(config, settings, start, console, stop, patience, expected, held_before, verbose)
+            parts = _prepare(
+                config, settings, start, console, stop, patience, expected, held_before, verbose, not joined_before
+            )
             if dist.get_rank() == 0:
                 write_config(config, start.directory, parts.trainer.step)
             first, last = parts.trainer.step + 1, settings.steps
@@ -165,6 +169,7 @@ def _prepare(
     expected: Estimate | None,
     held_before: int,
     verbose: bool,
+    owns_process: bool,
 ) -> _Run:
     _check_optimizer(config)
     with _asked_for("data.train"):
@@ -180,7 +185,11 @@ def _prepare(
         sample_inputs=sample_inputs(dataset, collate) if settings.plan.pp > 1 else None,
         timeout=timeout,
         debug=settings.debug,
+        watchdog=settings.watchdog,
     )
+    engine.call_watch.stacks = start.directory.stacks
+    if owns_process:
+        engine.call_watch.end_process = end_process
     # Keeps the options from the config, before a checkpoint changes them.
     options = OptimizerOptionsHook(engine.optimizer)
     schedule = ScheduleHook(instantiate(config.scheduler)(engine.optimizer))
@@ -192,7 +201,7 @@ def _prepare(
 
     loader = training_loader(
         dataset,
-        engine.mesh,
+        engine,
         global_batch_size=settings.global_batch_size,
         seed=settings.seed,
         samples_consumed=state["samples_consumed"] if state else 0,
@@ -209,6 +218,7 @@ def _prepare(
         *([MemoryProfileHook(start.directory.profile, expected)] if settings.profile_memory else []),
         MemoryHook(memory, every=settings.log_every),
         *([ExpectationHook(expected, memory, held_before)] if expected is not None and dist.get_rank() == 0 else []),
+        OutOfMemoryHook(settings.global_batch_size),
         evaluation,
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,

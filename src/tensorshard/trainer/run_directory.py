@@ -25,6 +25,7 @@ class RunDirectory:
         metrics.jsonl      measurements, one JSON object a line
         sessions.jsonl     the plan, the ranks and the estimate of each start, one JSON object a line
         rank0.log, ...     one log file a rank
+        stacks/            what each rank was doing when one of them kept the others waiting
         tensorboard/       event files, where TensorBoard is installed or asked for
         wandb/, wandb.id, mlflow.id    where train.loggers asks for them
         profile/           traces of the steps that train.profile names; memory.html of train.profile_memory
@@ -60,6 +61,10 @@ class RunDirectory:
     @property
     def sessions(self) -> Path:
         return self.path / "sessions.jsonl"
+
+    @property
+    def stacks(self) -> Path:
+        return self.path / "stacks"
 
     @property
     def tensorboard(self) -> Path:

@@ -1,10 +1,13 @@
 """What a run trains, from its config: for what looks at a run without starting it."""
 
+import copy
+from itertools import islice
 from typing import Any
 
 from omegaconf import DictConfig
 
 from tensorshard.config import ConfigError, instantiate
+from tensorshard.engine.loader import is_stream
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.loaders import Collate
 from tensorshard.trainer.settings import TrainSettings
@@ -42,10 +45,12 @@ class RunParts:
 
     def sample(self) -> Any:
         """The first sample of the training data."""
-        return self._data[0]
+        return next(iter(copy.deepcopy(self._data))) if is_stream(self._data) else self._data[0]
 
     def batch(self, samples: int) -> Any:
         """Inputs and targets of the first samples of the training data; of all, if these are fewer."""
+        if is_stream(self._data):
+            return self.collate(list(islice(iter(copy.deepcopy(self._data)), samples)))
         found = []
         for index in range(samples):
             try:

@@ -41,6 +41,8 @@ class TrainSettings:
         profile: steps that are traced, see :class:`ProfileHook`; None for none.
         profile_memory: whether the first steps' memory is recorded, see :class:`MemoryProfileHook`.
         estimate: whether ``tensorshard train`` estimates the memory first, and refuses what cannot fit.
+        watchdog: as for :func:`tensorshard.parallelize`. In a process that does nothing but train, it also ends the one
+            that keeps the others waiting. The stacks of all ranks go to ``stacks/``.
         debug: whether the first step also finds out if the loss couples samples, see :func:`tensorshard.parallelize`.
 
     Raises:
@@ -67,6 +69,7 @@ class TrainSettings:
     debug: bool = False
     profile_memory: bool = False
     estimate: bool = True
+    watchdog: bool | float = True
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "global_batch_size": 1, "eval_batches": 1, "log_every": 1}
@@ -85,6 +88,8 @@ class TrainSettings:
         for name in ("debug", "profile_memory", "estimate", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"train.{name} is {getattr(self, name)!r}; expected true or false")
+        if not isinstance(self.watchdog, bool) and not (isinstance(self.watchdog, int | float) and self.watchdog > 0):
+            raise ConfigError(f"train.watchdog is {self.watchdog!r}; expected true, false or seconds of more than 0")
         if not isinstance(self.plan, Plan):
             raise ConfigError(
                 f"train.plan is a {type(self.plan).__name__}; expected LazyCall(Plan)(...), as in common/train.py"

@@ -51,6 +51,9 @@ train = {
     "profile_memory": False,
     # Whether the memory is estimated before anything is started, and a run that cannot fit is refused.
     "estimate": True,
+    # Whether ranks that wait for long ask what the others do, and name the one that died, is stopped or makes another
+    # call. Seconds: one that computes for longer than that is ended, too.
+    "watchdog": True,
     # Whether the first step also finds out if the loss couples samples, and so depends on the number of ranks.
     "debug": False,
 }

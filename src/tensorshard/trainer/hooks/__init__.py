@@ -2,6 +2,7 @@
 
 from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.hooks.metrics import ExpectationHook, LoggingHook, MemoryHook, TimerHook
+from tensorshard.trainer.hooks.out_of_memory import OutOfMemoryHook
 from tensorshard.trainer.hooks.profiling import MemoryProfileHook, ProfileHook
 from tensorshard.trainer.hooks.schedule import CheckpointHook, EvaluationHook, OptimizerOptionsHook, ScheduleHook
 
@@ -14,6 +15,7 @@ __all__ = [
     "MemoryHook",
     "MemoryProfileHook",
     "OptimizerOptionsHook",
+    "OutOfMemoryHook",
     "ProfileHook",
     "ScheduleHook",
     "TimerHook",

@@ -7,6 +7,7 @@ This file imports nothing heavy, so that Ctrl-C is handled before anything slow 
 import atexit
 import ctypes
 import json
+import logging
 import os
 import pickle
 import signal
@@ -99,6 +100,13 @@ def hand_on_mistake(message: str) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         Path(error_file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def end_process(cause: str) -> None:
+    """Ends this process, which keeps the others waiting or cannot stop waiting, with `cause` as its error."""
+    logging.getLogger("tensorshard").error("this rank is ended: %s", cause)
+    hand_on_mistake(cause)
+    _exit_at_once(1)
 
 
 def print_mistake(message: str) -> None:
