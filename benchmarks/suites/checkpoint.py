@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(WORKLOADS), nargs="+", help="sizes of models (default: 60M)")
     parser.add_argument("--rounds", type=positive_int, default=5, help="saves of each kind (default %(default)s)")
-    parser.add_argument("--folder", default=".", help="on the disk to write to (default: here)")
+    parser.add_argument("--folder", help="on the disk to write to (default: the one of temporary files)")
     parser.add_argument("--quick", action="store_true", help="one round of a small model, of which nothing is written")
 
 
