@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 import tensorshard as ts
@@ -43,13 +44,14 @@ def test_rank_0_writes_it_and_the_others_a_line(ranks):
     assert second == "ValueError, as on rank 0\n"
 
 
-def test_the_launcher_reports_one_cause(tmp_path):
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_launcher_reports_one_cause(tmp_path, processes):
     script = tmp_path / "script.py"
     script.write_text(
         "import tensorshard as ts, torch\nts.parallelize(torch.nn.Linear(2, 2), ts.Plan(tp=7), "
         "optimizer=torch.optim.AdamW, loss_fn=torch.nn.functional.mse_loss)\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), str(script)]
     environment = {name: value for name, value in os.environ.items() if name != FULL}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert run.returncode == 1

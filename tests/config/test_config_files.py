@@ -301,6 +301,9 @@ class Net(nn.Module):
 def loss(output, targets):
     return (output - targets).square().mean()
 
+def collate(samples):
+    return sum(samples), len(samples)
+
 model = LazyCall(Net)(width=4)
 other = LazyCall(Net.Inner)(in_features=2, out_features=1)
 """
@@ -320,6 +323,7 @@ def test_a_config_calls_what_it_defines_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config("my_config.py", ["model.width=5"])
     assert config.model._target_ == "my_config.py:Net" and config.loss._target_ == "my_config.py:loss"
+    assert instantiate(config.collate)([2, 3]) == (5, 2)
     assert _built(config) == ("Net", 1.0) and instantiate(config.other).out_features == 1
     save_config(config, "config.yaml")
     with pytest.raises(ConfigError, match=r"calls my_config\.py:loss; .* If you trust it: --allow my_config\.py"):
@@ -330,6 +334,8 @@ def test_a_config_calls_what_it_defines_itself(tmp_path, monkeypatch):
     assert _built(pickle.loads(pickle.dumps(again))) == ("Net", 1.0)
     with pytest.raises(ConfigError, match="Net has no argument 'widht'; did you mean 'width'"):
         load_config("my_config.py", ["model.widht=5"])
+    with pytest.raises(ConfigError, match=r"no config file .my_confg.py. here .*; did you mean .my_config.py.?"):
+        load_config("my_confg.py")
     (tmp_path / "my_config.py").unlink()
     as_in_another_process()
     with pytest.raises(ConfigError, match=r"there is no file my_config\.py here"):

@@ -96,6 +96,42 @@ def test_a_loader_is_evaluated_as_by_one_process(ranks, fields):
         assert loss == pytest.approx((total / count).item(), rel=1e-5)
 
 
+class Padded(nn.Module):
+    """A number for each position, of sequences that ranks pad to different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x
+
+
+class SumOfPositions(Seen):
+    def update(self, outputs: torch.Tensor, targets: dict[str, torch.Tensor]) -> None:
+        assert outputs.shape == targets["mask"].shape
+        self.targets += targets["length"].tolist()
+        self.largest += (outputs * targets["mask"]).sum().item()
+
+
+def _padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    x = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=9.0)
+    length = torch.tensor([len(row) for row in rows])
+    return x, {"mask": torch.arange(x.size(1)) < length[:, None], "length": length}
+
+
+def _metric_of_padded() -> Any:
+    engine = engine_of(Padded(), zero=1)
+    rows: Any = [torch.full((1 + index % 5,), float(index)) for index in range(9)]  # the last batch: one sample
+    return engine.evaluate(engine.loader(rows, 4, shuffle=False, collate_fn=_padded), metrics=SumOfPositions())
+
+
+def test_ranks_may_pad_to_different_lengths(ranks):
+    for lengths, total in ranks(2, _metric_of_padded):
+        assert sorted(lengths) == sorted(1 + index % 5 for index in range(9))
+        assert total == 2 * sum(index * (1 + index % 5) for index in range(9))
+
+
 def _put_together() -> Any:
     engine = engine_of(Net(), zero=1)
     rank = engine.mesh.dp_rank

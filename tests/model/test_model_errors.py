@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raised_errors import BY_VALUES, OTHERS, OURS, from_file, raising
+from tensorshard.layers.arguments import check_indices
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.provenance import Provenance
 from tensorshard.models import GPT
@@ -44,6 +45,11 @@ def test_other_errors_of_this_package_are_its_own(error):
 @pytest.mark.parametrize("error", BY_VALUES)
 def test_shapes_and_values_are_the_models_wherever_they_are_found_wrong(error):
     assert raised_by_model(caught(lambda: Model(raising(error, OURS))(torch.zeros(2))))
+
+
+def test_indices_of_a_wrong_type_are_the_models():
+    """A split embedding refuses numbers in place of indices, as torch does by a RuntimeError: a guess was wrong."""
+    assert raised_by_model(caught(lambda: check_indices(torch.zeros(2), 4, "index", "embeddings")))
 
 
 def test_what_torch_raises_is_its_callers():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import parity
+import pretrained_models
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.plan.storage import DeviceStorage
@@ -257,6 +258,23 @@ def _estimated_for_gpus(plans: list[ts.Plan]) -> list[RankEstimate]:
     inputs, targets = _larger_batch()
     given = dict(inputs=inputs, targets=targets, optimizer=ADAMW, loss_fn=next_token_loss, hardware="h100")
     return [ts.estimate(_LARGER, plan, world_size=1, **given).largest for plan in plans]
+
+
+def _of_files(directory: Path) -> tuple[int, int, ts.Plan]:
+    dist.destroy_process_group()
+    model = ts.from_pretrained(directory)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    options: dict[str, Any] = dict(world_size=2, inputs=tokens, targets=tokens, loss_fn=pretrained_models.token_loss)
+    options |= dict(optimizer=partial(torch.optim.AdamW, lr=1e-3), hardware="h100")
+    estimates = [ts.estimate(given, ts.Plan(zero=3), **options) for given in (model, model.build)]
+    best = ts.find_plans(model, fixed={"tp": 1, "pp": 1}, top=1, **options).best
+    return estimates[0].largest.peak_allocated, estimates[1].largest.peak_allocated, best.plan
+
+
+def test_a_model_in_files_is_estimated_as_its_constructor(ranks, tmp_path):
+    pretrained_models.write("llama", tmp_path)
+    ((peak, constructors, best),) = ranks(1, _of_files, tmp_path)
+    assert peak == constructors > 0 and best.tp == 1
 
 
 @pytest.mark.slow

@@ -195,6 +195,14 @@ def test_one_run_in_a_terminal(two: list[Run]) -> None:
     assert max(map(len, said.splitlines())) <= 80 and "▁" not in describe(two[:1], 80, blocks=False)
 
 
+def test_an_estimate_of_little_memory_is_explained(tmp_path: Path) -> None:
+    small = _session(1, estimated_bytes=[40 * MIB, 40 * MIB])
+    lines = [_line(10, peak_memory_bytes=400 * MIB)]
+    said = describe([read_run(_write(tmp_path / "small", lines, (small,)))], 200)
+    assert "estimated memory" in said and "measured / estimated" not in said
+    assert "the estimate is of live tensors; of processes this small, libraries and connections hold most of" in said
+
+
 def test_several_runs_in_a_terminal(two: list[Run]) -> None:
     said = describe(two, 100)
     assert "text" in said.splitlines()[0] and "images" in said.splitlines()[0]

@@ -253,6 +253,22 @@ def test_checkpoints_are_saved_now_and_then_and_at_the_end_and_the_newest_are_ke
     assert engine.saved["step-6"] == {"samples_consumed": 18, "hooks": {}}
 
 
+def test_those_of_round_steps_are_kept_and_nothing_is_deleted_unless_a_whole_one_stays(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    _trainer([CheckpointHook(directory, every=1, keep=2, keep_every=3)], engine=CountingEngine(), max_steps=8).fit()
+    assert directory.checkpoint_steps() == [3, 6, 7, 8]
+
+    class Damages(CountingEngine):
+        def save(self, path: Path, **options: Any) -> None:
+            super().save(path, **options)
+            if self.step_count > 2:
+                (path / "manifest.json").unlink()
+
+    directory = RunDirectory(tmp_path / "damaged")
+    _trainer([CheckpointHook(directory, every=1, keep=1)], engine=Damages(), max_steps=4).fit()
+    assert directory.checkpoint_steps() == [2, 3, 4]
+
+
 def test_training_does_not_begin_before_later_checkpoints(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     _trainer([CheckpointHook(directory, every=2)], engine=CountingEngine(), max_steps=4).fit()

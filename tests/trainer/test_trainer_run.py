@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 from functools import partial
@@ -25,8 +26,9 @@ from tensorshard.config import ConfigError, load_config
 from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
+from tensorshard.trainer.estimated_run import estimate_run
 from tensorshard.trainer.initial_model import check_files
-from tensorshard.trainer.loaders import evaluation_loader
+from tensorshard.trainer.loaders import Collate, evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
 from tensorshard.trainer.session_record import read_sessions
@@ -114,7 +116,8 @@ def _losses(directory: Path) -> dict[int, float]:
 def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     best = "train.save_best=lowest val_error"
-    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", best, output=output)
+    background = "train.save_in_background=true"
+    ranks(2, _run, config, "train.keep_checkpoints=2", "train.profile_memory=true", best, background, output=output)
     assert "measured, rank" in (output / "profile" / "memory.html").read_text()
     lines = read_metrics(output / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
@@ -343,6 +346,41 @@ def test_every_shipped_config_runs(ranks: RankPool, tmp_path: Path, name: str) -
     assert ("val_accuracy" in last) == (name == "vit")
     assert ("tokens_per_second" in last) == (name != "vit")
     json.dumps(last)
+
+
+class Ragged(Dataset[Any]):
+    """Sums of one to four numbers: not to be stacked."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        numbers = torch.arange(1 + index % 4).float()
+        return numbers, numbers.sum()[None]
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    rows = [nn.functional.pad(numbers, (0, 4 - len(numbers))) for numbers, _ in samples]
+    return torch.stack(rows), torch.stack([total for _, total in samples])
+
+
+@pytest.mark.parametrize("fields", ["train.plan.zero=3", "train.plan.pp=2"])
+def test_a_config_may_make_its_batches_itself(ranks: RankPool, config: Path, tmp_path: Path, fields: str) -> None:
+    text = re.sub(r"LazyCall\(Sums\)\([^)]*\)", "LazyCall(Ragged)()", CONFIG)
+    config.write_text("from test_trainer_run import Ragged, padded as collate\n" + text)
+    ranks(2, _run, config, fields, "train.plan.micro_batches=2", "train.steps=3", output=tmp_path / "run")
+    assert sorted(_losses(tmp_path / "run")) == [1, 2, 3]
+    estimate = estimate_run(load_config(str(config), [fields, "train.plan.micro_batches=2"]), 2, device="cpu")
+    assert estimate.largest.peak_allocated > 0
+
+
+def test_batches_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be stacked .* write a function collate\(samples\) in the config"):
+        Collate()([Ragged()[0], Ragged()[1]])
+    with pytest.raises(ConfigError, match=r"have the form of 3 parts, and a batch has two parts: let it give pairs"):
+        Collate()([(1, 2, 3)])
+    with pytest.raises(ConfigError, match=r"collate returned Tensor, and a batch has two parts: let it return \(in"):
+        Collate(lambda samples: torch.zeros(2))([1])
 
 
 def _refused(config: Path, folder: Path) -> list[str]:

@@ -89,6 +89,10 @@ WRONG: dict[str, Case] = {
         lambda: _parallelize(optimizer=partial(torch.optim.AdamW, learning_rate=1.0)),
         "optimizer(parameters) failed", "learning_rate",
     ),
+    "an optimizer that takes parameters for names": (
+        lambda: _parallelize(optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)),
+        "optimizer(parameters) failed", "to unpack", "call its argument named_parameters",
+    ),
     "an optimizer that is none": (
         lambda: _parallelize(optimizer=list), "returned a Parameter in a list", "a torch Optimizer"
     ),

@@ -227,6 +227,9 @@ LOADERS: dict[str, Case] = {
     "half a sample": (lambda e: e.usual.loader(_data(), 2.5), "batch_size is 2.5", "an integer of at least 1"),
     "a stream": (lambda e: e.usual.loader(_Stream(), 4), "_Stream", "len(dataset)"),
     "no samples": (lambda e: e.usual.loader(TensorDataset(torch.zeros(0, 2)), 4), "no samples"),
+    "no whole batch": (
+        lambda e: e.usual.loader(TensorDataset(torch.zeros(3, 2)), 4, drop_last=True), "3 samples", "batch_size=4"
+    ),
     "a sampler of one's own": (lambda e: e.usual.loader(_data(), 4, sampler=[1]), "given sampler", "shuffle"),
     "an option with a typing mistake": (
         lambda e: e.usual.loader(_data(), 4, num_wokers=2), "'num_wokers'", "'num_workers'"

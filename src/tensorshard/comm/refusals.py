@@ -32,7 +32,7 @@ _LIBRARIES = (_PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("st
 _REFUSALS = (ValueError, TypeError, RuntimeError)
 _KEY = "tensorshard/refusal"
 _PATIENCE_SECONDS = 5.0
-_AGENT_SECONDS = 20.0  # the first process runs its exit handlers before it ends
+_AGENT_SECONDS = 60.0  # the first process runs its exit handlers before it ends
 _CHARACTERS = 150
 
 

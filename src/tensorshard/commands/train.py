@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RESUME_NEWEST = "latest"
 """The value that the trainer gets for ``--resume`` without a path."""
 
-_PROCESSES = ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "log_dir")
+_PROCESSES = ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts", "log_dir")
 """The arguments for starting processes."""
 
 _EPILOG = """\
@@ -97,7 +97,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="processes on this machine (default: one for each visible GPU, or 2 if there is none)",
     )
-    processes.add_argument("--nnodes", type=int, metavar="N", help="machines (default: 1)")
+    processes.add_argument(
+        "--nnodes", metavar="N", help="machines (default: 1), or MIN:MAX of machines that may come and go, such as 1:4"
+    )
     processes.add_argument(
         "--node-rank",
         type=int,
@@ -106,6 +108,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     processes.add_argument(
         "--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: a free port on one of them"
+    )
+    processes.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="after a failure start all processes again, at most N times, from the newest checkpoint (default: 0)",
     )
     processes.add_argument(
         "--timeout",
@@ -258,12 +266,25 @@ def _is_worker(args: argparse.Namespace) -> bool:
 def _world(args: argparse.Namespace) -> "World":
     from tensorshard.trainer.launch.launcher import World, visible_gpus
 
+    fewest, most = _nodes(args.nnodes)
     return World(
         nproc=(visible_gpus() or 2) if args.nproc is None else args.nproc,
-        nnodes=1 if args.nnodes is None else args.nnodes,
+        nnodes=most,
+        min_nodes=fewest,
+        max_restarts=args.max_restarts or 0,
         node_rank=args.node_rank,
         rdzv_endpoint=args.rdzv_endpoint,
     )
+
+
+def _nodes(text: str | None) -> tuple[int | None, int]:
+    """The fewest machines, None for all of them, and all."""
+    if text is None:
+        return None, 1
+    fewest, separator, most = text.rpartition(":")
+    if not most.isdecimal() or (separator and not fewest.isdecimal()):
+        raise LaunchError(f"--nnodes is {text!r}; it must be a number, such as 2, or MIN:MAX, such as 1:4")
+    return int(fewest) if separator else None, int(most)
 
 
 def _check_paths(args: argparse.Namespace) -> None:

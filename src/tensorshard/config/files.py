@@ -2,6 +2,7 @@
 
 import __future__
 
+import difflib
 import os
 import re
 import sys
@@ -48,7 +49,12 @@ def config_path(source: str | Path) -> Path:
         for candidate in (path, _SHIPPED / path):
             if candidate.is_file():
                 return candidate.resolve()
-        raise ConfigError(f"there is no config file {str(source)!r} here (the current directory is {os.getcwd()})")
+        there = [str(file) for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(source), there, n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"there is no config file {str(source)!r} here (the current directory is {os.getcwd()}){hint}"
+        )
     shipped = _SHIPPED / f"{source}.py"
     if shipped.is_file():
         return shipped
@@ -206,7 +212,7 @@ def _read_python(path: Path) -> DictConfig:
 def _own(namespace: dict[str, Any]) -> list[tuple[str, bool]]:
     """The sections that are a function or a class itself, as in ``def loss(output, targets)``; and whether it is the
     value, or makes it."""
-    kinds = {"model": False, "loss": True, "optimizer": True, "scheduler": True}
+    kinds = {"model": False, "loss": True, "optimizer": True, "scheduler": True, "collate": True}
     return [(name, partial) for name, partial in kinds.items() if callable(namespace.get(name))]
 
 

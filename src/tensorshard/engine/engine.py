@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 
 from tensorshard.checkpoint.background import BackgroundSaves
+from tensorshard.checkpoint.registered import RegisteredStates
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.generation import Generator
@@ -134,7 +135,7 @@ class Engine(LoopMethods, StateMethods):
                 RootRole.TRANSFERS,
                 after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
-        self._background = BackgroundSaves(mesh.world_group, device)
+        self._background, self._states = BackgroundSaves(mesh.world_group, device), RegisteredStates()
         self._watch = CallWatch(mesh.groups(), device, internal=StepAgain)
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
@@ -314,7 +315,8 @@ class Engine(LoopMethods, StateMethods):
 
         Each sample counts once, on any number of ranks: take ``engine.loader(dataset, batch_size, shuffle=False)``.
         Every rank calls it. For `metrics`, each rank gets the outputs and targets of all data ranks, so that it holds
-        those of one whole batch at a time.
+        those of one whole batch at a time. If ranks have padded their samples to different lengths, ``update`` is
+        called for one rank's after another's.
 
         Args:
             inputs: this data rank's inputs, as for :meth:`step`; or a loader of batches ``(inputs, targets)``, without

@@ -70,7 +70,12 @@ class EngineLoader:
             "drop_last": drop_last,
             "order": None if generator is None else TorchOrder(dataset, generator),
         }
-        self._sampler()  # which checks all of these
+        if not len(self._sampler()):  # it also checks all of these
+            raise ValueError(
+                f"engine.loader(drop_last=True) leaves out every batch: the {type(dataset).__name__} has "
+                f"{len(dataset)} samples, fewer than batch_size={batch_size} (of all data ranks); "  # type: ignore[arg-type]
+                f"give a batch_size of at most {len(dataset)}, or drop_last=False"  # type: ignore[arg-type]
+            )
         self._batches()  # and this the options
 
     def __len__(self) -> int:

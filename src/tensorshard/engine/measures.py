@@ -21,6 +21,39 @@ from tensorshard.plan.mesh import Mesh
 
 def gather(values: Any, mesh: Mesh, device: torch.device) -> Any:
     """See :meth:`tensorshard.Engine.gather`."""
+    rows, structure = _rows(values, device)
+    if mesh.dp_size == 1:
+        return structure.build(rows)
+    forms = _forms_of_all(rows, mesh)
+    for rank, form in enumerate(forms):
+        _check_form(forms[0], form, rank)
+    return structure.build(_all_gathered(rows, forms, mesh))
+
+
+def gathered_parts(values: Any, mesh: Mesh, device: torch.device) -> Iterator[Any]:
+    """The values of all data ranks: together, or rank by rank where their samples are padded to different lengths."""
+    rows, structure = _rows(values, device)
+    if mesh.dp_size == 1:
+        yield structure.build(rows)
+        return
+    forms = _forms_of_all(rows, mesh)
+    forms_of_samples = [[(shape[1:], dtype) for shape, dtype in form] for form in forms]
+    if all(form == forms_of_samples[0] for form in forms_of_samples):
+        yield structure.build(_all_gathered(rows, forms, mesh))
+        return
+    for rank, form in enumerate(forms):
+        if [dtype for _, dtype in form] != [dtype for _, dtype in forms[0]]:
+            _check_form(forms[0], form, rank)
+    for rank, form in enumerate(forms):
+        sent = [_sent(row, shape, rank, mesh) for row, (shape, _) in zip(rows, form, strict=True)]
+        if form[0][0][0]:  # a rank without samples has nothing to add
+            yield structure.build(sent)
+
+
+_Form = list[tuple[list[int], str]]  # of each tensor its shape and its type
+
+
+def _rows(values: Any, device: torch.device) -> tuple[list[torch.Tensor], Any]:
     tensors, structure = take_apart(values)
     if not tensors:
         raise TypeError(
@@ -28,19 +61,17 @@ def gather(values: Any, mesh: Mesh, device: torch.device) -> Any:
             f"dict or dataclass of tensors whose first dimension is the samples"
         )
     rows = [to_device(tensor.detach(), device) for tensor in tensors]
-    rows = [row if row.dim() else row[None] for row in rows]
-    if mesh.dp_size == 1:
-        return structure.build(rows)
+    return [row if row.dim() else row[None] for row in rows], structure
+
+
+def _forms_of_all(rows: list[torch.Tensor], mesh: Mesh) -> list[_Form]:
     forms: list[Any] = [None] * mesh.dp_size
     dist.all_gather_object(forms, [(list(row.shape), str(row.dtype)) for row in rows], group=mesh.dp_group)
-    for rank, form in enumerate(forms):
-        _check_form(forms[0], form, rank)
-    sizes = ([form[index][0][0] for form in forms] for index in range(len(rows)))
-    return structure.build([_gathered(row, its_sizes, mesh) for row, its_sizes in zip(rows, sizes, strict=True)])
+    return forms
 
 
-def _check_form(first: list[tuple[list[int], str]], other: list[tuple[list[int], str]], rank: int) -> None:
-    def shown(form: list[tuple[list[int], str]]) -> str:
+def _check_form(first: _Form, other: _Form, rank: int) -> None:
+    def shown(form: _Form) -> str:
         return " and ".join(f"{dtype} {shape}" for shape, dtype in form)
 
     if [(shape[1:], dtype) for shape, dtype in first] != [(shape[1:], dtype) for shape, dtype in other]:
@@ -48,6 +79,18 @@ def _check_form(first: list[tuple[list[int], str]], other: list[tuple[list[int],
             f"engine.gather was given {shown(first)} on data rank 0 and {shown(other)} on data rank {rank}; only the "
             f"first dimension, the samples, may differ: pad the others to one length"
         )
+
+
+def _all_gathered(rows: list[torch.Tensor], forms: list[_Form], mesh: Mesh) -> list[torch.Tensor]:
+    sizes = ([form[index][0][0] for form in forms] for index in range(len(rows)))
+    return [_gathered(row, its_sizes, mesh) for row, its_sizes in zip(rows, sizes, strict=True)]
+
+
+def _sent(mine: torch.Tensor, shape: list[int], dp_rank: int, mesh: Mesh) -> torch.Tensor:
+    """The tensor of one data rank, which has `shape`, on all of them."""
+    rows = mine.contiguous() if mesh.dp_rank == dp_rank else mine.new_empty(shape)
+    dist.broadcast(rows.view(torch.uint8) if rows.dtype == torch.bool else rows, group=mesh.dp_group, group_src=dp_rank)
+    return rows
 
 
 def _gathered(rows: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Tensor:
@@ -160,7 +203,8 @@ _ASKS = "distributed_available_fn"  # torchmetrics' function that says whether t
 def gathered_batches(
     loader: Iterable[Any], predict: Callable[[Any], Any], split: ShortBatches, mesh: Mesh, device: torch.device
 ) -> Iterator[tuple[Any, Any]]:
-    """The outputs and targets of all data ranks for each batch of `loader`. A collective.
+    """The outputs and targets of all data ranks for each batch of `loader`, a rank's after another's where they are
+    padded to different lengths. A collective.
 
     A rank whose batch is smaller than the others' computes other samples besides, and leaves their outputs out: all of
     them run the same number of micro-batches.
@@ -176,7 +220,7 @@ def gathered_batches(
         inputs, targets, size = filled
         total = batch_size(inputs)
         outputs = map_tensors(partial(_first_of, size, total), predict(inputs))
-        yield gather((outputs, targets), mesh, device)
+        yield from gathered_parts((outputs, targets), mesh, device)
 
 
 def _first_of(size: int, total: int, tensor: torch.Tensor) -> torch.Tensor:

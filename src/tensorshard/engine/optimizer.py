@@ -1,6 +1,7 @@
 """An Engine's optimizer: how it is made, which parameters it trains, and what each of its updates does under a plan."""
 
 import inspect
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -236,7 +237,7 @@ def _made(factory: OptimizerFactory, masters: Mapping[str, nn.Parameter]) -> lis
     try:
         built: Any = factory(given)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"optimizer(parameters) failed: {error}") from error
+        raise type(error)(f"optimizer(parameters) failed: {error}{_names_hint(factory, error)}") from error
     members = list(built) if isinstance(built, list | tuple) else [built]
     for member in members:
         if not isinstance(member, torch.optim.Optimizer):
@@ -251,6 +252,13 @@ def _made(factory: OptimizerFactory, masters: Mapping[str, nn.Parameter]) -> lis
             f"list of them"
         )
     return members
+
+
+def _names_hint(factory: Any, error: Exception) -> str:
+    """A remedy where `factory` has taken parameters for pairs of name and parameter."""
+    if wants_names(factory) or not re.search("to unpack|cannot unpack|iteration over a 0-d", str(error)):
+        return ""
+    return "; it was given parameters. If it takes pairs (name, parameter), call its argument named_parameters"
 
 
 def _check_member(built: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:

@@ -33,6 +33,7 @@ from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
 if TYPE_CHECKING:
     from tensorshard.checkpoint.background import BackgroundSaves
     from tensorshard.checkpoint.checkpoint import CheckpointManager
+    from tensorshard.checkpoint.registered import RegisteredStates
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class StateMethods:
     _update: Update
     _watch: CallWatch
     _background: "BackgroundSaves"
+    _states: "RegisteredStates"
 
     @property
     def model(self) -> nn.Module:
@@ -175,6 +177,28 @@ class StateMethods:
             else:
                 manager.save(local_or_url(path), extra, overwrite=overwrite)
 
+    def register_state(self, name: str, part: Any, *, per_rank: bool = False) -> None:
+        """Makes the state of `part` a part of every checkpoint from now on: :meth:`save` stores it, :meth:`load` gives
+        it back.
+
+        Every rank registers the same names. By default the state is the same on all ranks, as that of an average of
+        whole weights or of a scheduler is; it is stored once, and given to every rank of whatever plan loads it. A
+        :meth:`save` of states that differ is refused. A tensor that is a DTensor of the weights' mesh comes back laid
+        out as the one that `part` holds when it is loaded, any other one whole, on the CPU.
+
+        Args:
+            name: of the state, a word without dots.
+            part: what has ``state_dict()`` and ``load_state_dict(state)``. Its state is made of numbers, text, tensors,
+                lists, tuples and dicts.
+            per_rank: whether each rank has a state of its own, as a stream of data has. It is loaded on as many ranks
+                as saved it; another number is refused, before anything is changed.
+
+        Raises:
+            TypeError: `part` lacks one of these methods.
+            ValueError: the name is taken, or has a dot.
+        """
+        self._states.add(name, part, per_rank=per_rank)
+
     def wait_for_save(self) -> None:
         """Returns when the save that goes on in the background is done, at once if there is none. Every rank calls it.
 
@@ -211,6 +235,7 @@ class StateMethods:
         # torch's distributed checkpoints take long to import.
         from tensorshard.checkpoint.checkpoint import CheckpointManager
         from tensorshard.checkpoint.parts import NumbersPart, OptimizerPart, RandomPart, WeightsPart
+        from tensorshard.checkpoint.registered import RegisteredPart
 
         parts = (
             OptimizerPart(
@@ -223,6 +248,7 @@ class StateMethods:
             WeightsPart(self.sharded),
             NumbersPart(step_count=self._steps, scaler=self.scaler, loaders=self.loaders),
             RandomPart(self.random, self.plan, self.mesh),
+            RegisteredPart(self._states, self.mesh),
         )
         return CheckpointManager(parts, self.mesh.world_group, self.device, self.storage.temporary_copy)
 

@@ -18,6 +18,7 @@ from tensorshard.torch_private.modules import MODULE_CALLS
 _PACKAGE = Path(__file__).parents[1]
 _MODELS = _PACKAGE / "models"  # they count as users' models
 _TORCH = Path(torch.__file__).parent
+_CHECKS = _PACKAGE / "layers" / "arguments.py"
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _LIBRARY, _SITE = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
 
@@ -32,8 +33,9 @@ def raised_by_model(error: Exception) -> bool:
     the model cannot run so, wherever they are raised, in the layers of this package too. Other errors (AssertionError,
     AttributeError, KeyError, NotImplementedError, TypeError, ...) say so if the model's code raised them. To find that
     out, take the innermost frame that is neither torch's nor the standard library's: its file must not belong to this
-    package. A call of a module counts as a frame of the file of its class. What torch's layers assert about shapes is
-    an error of the first kind. Too little memory says nothing about a model.
+    package. A call of a module counts as a frame of the file of its class. What torch's layers assert about shapes, and
+    what this package's layers refuse among their arguments, are errors of the first kind. Too little memory says
+    nothing about a model.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return False
@@ -42,6 +44,8 @@ def raised_by_model(error: Exception) -> bool:
         return True
     frames = _frames(error.__traceback__)
     if isinstance(error, AssertionError) and frames and _is_inside(frames[-1].f_code.co_filename, _TORCH / "nn"):
+        return True
+    if isinstance(error, TypeError) and frames and Path(frames[-1].f_code.co_filename) == _CHECKS:
         return True
     for frame in reversed(frames):
         if frame is not frames[-1] and frame.f_code.co_name in _MODES:  # a mode that only passes an operation on

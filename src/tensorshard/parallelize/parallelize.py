@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.refusals import report_refusals_once
-from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, under_torchrun, world_size
+from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, under_torchrun
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.parallelize.build import build_engine
@@ -92,7 +92,7 @@ def parallelize(
         >>> engine.step(torch.randn(8, 16), torch.randn(8, 4)).shape
         torch.Size([])
     """
-    if under_torchrun() and world_size() > 1:
+    if under_torchrun():
         report_refusals_once()
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)

@@ -47,6 +47,7 @@ from tensorshard.torch_private.fake_tensors import (
 )
 from tensorshard.torch_private.fsdp import one_chunk_at_a_time
 from tensorshard.torch_private.process_groups import fake_world
+from tensorshard.weights.files.pretrained_model import without_files
 
 logger = logging.getLogger("tensorshard")
 
@@ -210,7 +211,8 @@ def estimate(
     allocates inside itself is not counted.
 
     Args:
-        model: as for :func:`tensorshard.parallelize`; a module is copied, and left as it is.
+        model: as for :func:`tensorshard.parallelize`; a module is copied, and left as it is. Files of weights are not
+            opened.
         world_size: the number of ranks.
         inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
         optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
@@ -240,6 +242,7 @@ def estimate(
         device = "cpu" if found is not None and found.is_cpu else "cuda"
     check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
+    model = without_files(model)
     if dist.is_initialized():
         raise RuntimeError(
             "estimate was called in a process that is in a process group already; call it before parallelize, or in "

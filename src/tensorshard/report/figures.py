@@ -47,6 +47,11 @@ def notes(runs: Sequence[Run]) -> list[str]:
         for name, series in run.curves.items():
             if series.dropped:
                 said.append(f"{of}{_count(series.dropped, 'value')} of {name} not finite, and not drawn.")
+        if run.estimated and not is_compared(run) and run.peaks and max(run.estimated) < _SMALL:
+            said.append(
+                f"{of}the estimate is of live tensors; of processes this small, libraries and connections hold most of "
+                f"what was measured."
+            )
         for session in run.sessions[1:]:
             ranks = _count(session.world_size, "rank")
             said.append(f"{of}resumed at step {session.first_step}, on {ranks}.")

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
-from torch.utils.data import default_collate
 
 from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.common.quantities import size_text
@@ -87,7 +86,7 @@ class EstimatedRun:
 
     def _batch(self, samples: int) -> Any:
         """A batch of the first sample, again and again: only its shapes matter."""
-        return default_collate([self._sample] * samples)
+        return self._parts.collate([self._sample] * samples)
 
 
 def estimate_run(config: DictConfig, world_size: int, *, device: str) -> Estimate:

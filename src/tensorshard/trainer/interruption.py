@@ -1,5 +1,6 @@
 """Stopping a run from outside, at the same step on every rank."""
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -9,10 +10,14 @@ import torch
 import torch.distributed as dist
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_BATCH_SYSTEMS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+"""Environment variables of workers whose batch system may announce the end with SIGUSR1, as Slurm's --signal does."""
 
 
 class StopRequest:
     """While open, Ctrl-C (SIGINT) and SIGTERM ask for an end after the current step. A context manager.
+
+    Under torchrun and Slurm SIGUSR1 does, too.
 
     Signals reach the ranks at different moments, perhaps a step apart, or reach only one rank. So after each step
     the ranks ask each other whether one was asked to stop (:meth:`agreed`), and all stop together.
@@ -32,7 +37,8 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         # Python allows signal handlers only in the main thread. In another thread, the program's own handlers stay.
         if threading.current_thread() is threading.main_thread():
-            for number in _STOP_SIGNALS:
+            announced = (signal.SIGUSR1,) if any(name in os.environ for name in _BATCH_SYSTEMS) else ()
+            for number in (*_STOP_SIGNALS, *announced):
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -1,13 +1,56 @@
 """Batches of a dataset, cut into the data ranks' shares."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from tensorshard.config import ConfigError, instantiate
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.plan.mesh import Mesh
 from tensorshard.trainer.interruption import ignore_stop_signals
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Makes a batch (inputs, targets) of samples.
+
+    Args:
+        function: the config's ``collate``, from a list of samples to a batch; None to stack them, as torch does.
+
+    Raises:
+        ConfigError: the samples cannot be stacked, or the batch is no pair.
+    """
+
+    function: Callable[[list[Any]], Any] | None = None
+
+    @classmethod
+    def of(cls, config: DictConfig) -> "Collate":
+        return cls(instantiate(config.collate) if config.get("collate") is not None else None)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self.function is not None:
+            batch, what, remedy = self.function(samples), "collate returned", "let it return"
+        else:
+            try:
+                batch = default_collate(samples)
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(
+                    f"the dataset's samples cannot be stacked to a batch ({error}): let it give tensors of one shape, "
+                    f"or write a function collate(samples) in the config, which returns a batch (inputs, targets)"
+                ) from error
+            what = "the dataset's samples have the form of"
+            remedy = "let it give pairs, or write a function collate(samples) in the config, which returns"
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            given = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type(batch).__name__
+            raise ConfigError(f"{what} {given}, and a batch has two parts: {remedy} (inputs, targets)")
+        return batch
+
+
+_STACKED = Collate()
 
 
 def training_loader(
@@ -18,6 +61,7 @@ def training_loader(
     seed: int,
     samples_consumed: int = 0,
     num_workers: int = 0,
+    collate: Collate = _STACKED,
 ) -> DataLoader[Any]:
     """Shuffled batches without end, beginning after the samples that a resumed run has consumed."""
     sampler = ShardedBatchSampler(
@@ -28,11 +72,17 @@ def training_loader(
         seed=seed,
         samples_consumed=samples_consumed,
     )
-    return _loader(dataset, sampler, num_workers)
+    return _loader(dataset, sampler, num_workers, collate)
 
 
 def evaluation_loader(
-    dataset: Dataset[Any], mesh: Mesh, *, global_batch_size: int, shuffle: bool, num_workers: int = 0
+    dataset: Dataset[Any],
+    mesh: Mesh,
+    *,
+    global_batch_size: int,
+    shuffle: bool,
+    num_workers: int = 0,
+    collate: Collate = _STACKED,
 ) -> DataLoader[Any]:
     """The dataset once, in the same batches each time. With `shuffle`, the first few batches are a random sample of
     it."""
@@ -45,20 +95,21 @@ def evaluation_loader(
         num_epochs=1,
         drop_last=False,
     )
-    return _loader(dataset, sampler, num_workers)
+    return _loader(dataset, sampler, num_workers, collate)
 
 
-def sample_inputs(dataset: Dataset[Any]) -> Any:
+def sample_inputs(dataset: Dataset[Any], collate: Collate) -> Any:
     """The inputs of a batch of two samples, as a loader gives them."""
-    inputs, _ = default_collate([dataset[0], dataset[min(1, len(dataset) - 1)]])  # type: ignore[arg-type]
+    inputs, _ = collate([dataset[0], dataset[min(1, len(dataset) - 1)]])  # type: ignore[arg-type]
     return inputs
 
 
-def _loader(dataset: Dataset[Any], sampler: ShardedBatchSampler, num_workers: int) -> DataLoader[Any]:
+def _loader(dataset: Dataset[Any], sampler: ShardedBatchSampler, num_workers: int, collate: Collate) -> DataLoader[Any]:
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
+        collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=ignore_stop_signals,
         # A generator of its own: a DataLoader draws from its generator at each pass, and training's random numbers must

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch.utils.data import default_collate
 
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.config import instantiate
@@ -20,6 +19,7 @@ from tensorshard.predict.search import FoundPlan, PlanSearch
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.launch.launch_errors import WorkerFailedError
 from tensorshard.trainer.launch.launcher import World, launch
+from tensorshard.trainer.loaders import Collate
 
 _STEPS = 2  # the first one makes the optimizer's states and fills caches; the last one counts
 
@@ -57,7 +57,7 @@ def take_steps(config: DictConfig, plan: dict[str, Any], global_batch: int, resu
     join_world(device)
     resolved = Plan.from_dict(plan).resolve(dist.get_world_size())
     samples, data = global_batch // resolved.dp_size, instantiate(config.data.train)
-    inputs, targets = default_collate([data[index % len(data)] for index in range(samples)])
+    inputs, targets = Collate.of(config)([data[index % len(data)] for index in range(samples)])
     engine = parallelize(
         initial_model(config.model),
         resolved,

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from torch.utils.data import default_collate
 
 from tensorshard.comm.forked import TriedInVain, in_forked_process
 from tensorshard.config import ConfigError, LazyCall, instantiate, load_config
@@ -17,6 +16,7 @@ from tensorshard.predict.hardware import Hardware, hardware_here
 from tensorshard.predict.search import PlanSearch, find_plans
 from tensorshard.predict.search.problem import SEARCHED
 from tensorshard.trainer.initial_model import initial_model
+from tensorshard.trainer.loaders import Collate
 from tensorshard.trainer.memory import memory_of_gpus
 from tensorshard.trainer.settings import SECTIONS
 
@@ -149,7 +149,7 @@ def plans_of_run(
     try:
         plan = instantiate(config.train.plan)
         fixed = request.fixed(plan)
-        inputs, targets = default_collate([instantiate(config.data.train)[0]])
+        inputs, targets = Collate.of(config)([instantiate(config.data.train)[0]])
         return find_plans(
             initial_model(config.model),
             world_size=world_size,

@@ -1,6 +1,7 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from tensorshard.trainer.hooks import (
 )
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.interruption import StopRequest
-from tensorshard.trainer.loaders import evaluation_loader, sample_inputs, training_loader
+from tensorshard.trainer.loaders import Collate, evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.newest_checkpoint import load_start
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
@@ -52,7 +53,7 @@ from tensorshard.trainer.report import print_opening, print_summary, resume_comm
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.session_record import Session, write_session
 from tensorshard.trainer.settings import TrainSettings
-from tensorshard.trainer.start import Start, find_start, write_config
+from tensorshard.trainer.start import Start, find_start, note_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text
 from tensorshard.trainer.trainer import Trainer
 
@@ -96,6 +97,8 @@ def run(
     sample = TextSettings.from_config(config.sample) if config.get("sample") else None
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
     start = decide_once(lambda: find_start(config, settings, resume, output), world_group())
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        note_start(start)
 
     console = Console(quiet=dist.get_rank() != 0)
     log = loggers.RankLog(start.directory.path, dist.get_rank(), loggers.ConsoleHandler(console))
@@ -166,6 +169,7 @@ def _prepare(
     _check_optimizer(config)
     with _asked_for("data.train"):
         dataset = instantiate(config.data.train)
+    collate = Collate.of(config)
     engine = parallelize(
         initial_model(config.model),
         settings.plan,
@@ -173,7 +177,7 @@ def _prepare(
         loss_fn=instantiate(config.loss),
         seed=settings.seed,
         # Stages are balanced by the cost of real samples.
-        sample_inputs=sample_inputs(dataset) if settings.plan.pp > 1 else None,
+        sample_inputs=sample_inputs(dataset, collate) if settings.plan.pp > 1 else None,
         timeout=timeout,
         debug=settings.debug,
     )
@@ -193,6 +197,7 @@ def _prepare(
         seed=settings.seed,
         samples_consumed=state["samples_consumed"] if state else 0,
         num_workers=settings.num_workers,
+        collate=collate,
     )
     timer = TimerHook(every=settings.log_every)
     memory = PeakMemory(engine.device)
@@ -208,7 +213,14 @@ def _prepare(
         LoggingHook(_loggers(config, settings, start.directory, console), settings.log_every),
         schedule,
         options,
-        CheckpointHook(start.directory, settings.save_every, settings.keep_checkpoints, settings.save_best),
+        CheckpointHook(
+            start.directory,
+            settings.save_every,
+            settings.keep_checkpoints,
+            settings.save_best,
+            keep_every=settings.keep_every,
+            background=settings.save_in_background,
+        ),
     ]
     trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
     if state:
@@ -299,6 +311,7 @@ def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> 
         global_batch_size=settings.global_batch_size,
         shuffle=settings.eval_batches is not None,
         num_workers=settings.num_workers,
+        collate=Collate.of(config),
     )
     evaluators: list[Evaluator] = [LossEvaluator(loader, settings.eval_batches)]
     if config.get("metrics"):

@@ -3,10 +3,10 @@
 from typing import Any
 
 from omegaconf import DictConfig
-from torch.utils.data import default_collate
 
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.trainer.initial_model import initial_model
+from tensorshard.trainer.loaders import Collate
 from tensorshard.trainer.settings import TrainSettings
 
 
@@ -18,6 +18,7 @@ class RunParts:
 
     Attributes:
         settings: the ``train`` section.
+        collate: makes batches of samples.
 
     Raises:
         ConfigError: a section is missing, or a setting makes no sense.
@@ -29,6 +30,7 @@ class RunParts:
         if config.data.get("train") is None:
             raise ConfigError("the config has no data.train, whose samples say what the model is given")
         self._data = instantiate(config.data.train)
+        self.collate = Collate.of(config)
 
     def arguments(self) -> dict[str, Any]:
         """The model, optimizer and loss, as arguments of :func:`tensorshard.parallelize`."""
@@ -52,4 +54,4 @@ class RunParts:
                 break
         if not found:
             raise ConfigError("data.train has no samples")
-        return default_collate(found)
+        return self.collate(found)

@@ -13,7 +13,7 @@ from tensorshard.trainer.hooks.schedule import best_of
 from tensorshard.trainer.loggers import chosen_services
 
 SECTIONS = ("model", "train", "optimizer", "scheduler", "loss", "data")
-"""The sections that a config must have at its top level. It may have others, such as ``metrics``."""
+"""The sections that a config must have at its top level. It may have others, such as ``metrics`` and ``collate``."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class TrainSettings:
         eval_batches: global batches in an evaluation; None for the whole validation set.
         save_every: steps between checkpoints; 0 for one at the end alone.
         keep_checkpoints: how many checkpoints to keep, the newest ones; 0 for all.
+        keep_every: the checkpoints of steps that this divides are kept as well, whatever their age; 0 for none.
+        save_in_background: whether checkpoints are written while training goes on.
         save_best: which evaluation's state ``checkpoints/best`` holds, such as "lowest val_loss"; None for no such
             checkpoint.
         log_every: steps between log lines.
@@ -58,6 +60,8 @@ class TrainSettings:
     log_every: int
     num_workers: int
     save_best: str | None = None
+    keep_every: int = 0
+    save_in_background: bool = False
     loggers: list[str] = field(default_factory=list)
     profile: range | None = None
     debug: bool = False
@@ -66,7 +70,7 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "global_batch_size": 1, "eval_batches": 1, "log_every": 1}
-        for name in ("seed", "eval_every", "save_every", "keep_checkpoints", "num_workers"):
+        for name in ("seed", "eval_every", "save_every", "keep_checkpoints", "keep_every", "num_workers"):
             least[name] = 0
         for name, bound in least.items():
             value = getattr(self, name)
@@ -78,7 +82,7 @@ class TrainSettings:
             raise ConfigError(
                 f"train.profile names step {self.profile[-1]}, and train.steps={self.steps} ends before it"
             )
-        for name in ("debug", "profile_memory", "estimate"):
+        for name in ("debug", "profile_memory", "estimate", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"train.{name} is {getattr(self, name)!r}; expected true or false")
         if not isinstance(self.plan, Plan):

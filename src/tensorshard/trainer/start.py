@@ -1,5 +1,6 @@
 """Where a run begins: in a new directory, or at a checkpoint of an earlier one."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from tensorshard.config import ConfigError, save_config, to_yaml
+from tensorshard.trainer.launch.worker import RUN_FILE, is_restart
 from tensorshard.trainer.run_directory import RUNS, RunDirectory
 from tensorshard.trainer.settings import TrainSettings
 
@@ -47,6 +49,11 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
     """
     given = output or settings.output_dir
     directory = RunDirectory(Path(given)) if given else None
+    if is_restart():
+        begun = _begun() or directory
+        if begun is not None and begun.path.is_dir():
+            newest = begun.newest_checkpoint()
+            return _started(begun, newest or (Path(resume) if resume not in (None, LATEST) else None))
     name = _run_name(config)
     if resume is None:
         if directory is None:
@@ -67,6 +74,18 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
     if newest is None:
         raise ConfigError(_none_to_resume_from(directory))
     return _started(directory, newest)
+
+
+def note_start(start: Start) -> None:
+    """Tells workers that are started again, after one has failed, where this run writes."""
+    if RUN_FILE in os.environ:
+        Path(os.environ[RUN_FILE]).write_text(str(start.directory.path))
+
+
+def _begun() -> RunDirectory | None:
+    """Where the workers wrote that are gone, if it was noted on this machine."""
+    file = Path(os.environ[RUN_FILE]) if RUN_FILE in os.environ else None
+    return RunDirectory(Path(file.read_text())) if file is not None and file.is_file() else None
 
 
 def _none_to_resume_from(directory: RunDirectory) -> str:

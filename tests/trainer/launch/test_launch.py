@@ -284,6 +284,8 @@ def test_an_exit_without_an_exception_is_told(tmp_path: Path) -> None:
         ({"nproc": -2}, "nproc is -2; at least 1 process"),
         ({"nproc": 1, "nnodes": 0}, "nnodes is 0; at least 1 machine"),
         ({"nproc": 1, "nnodes": 2}, "give rdzv_endpoint the HOST:PORT"),
+        ({"nproc": 1, "nnodes": 2, "min_nodes": 3, "rdzv_endpoint": "a:1"}, "nnodes is 3:2; it must be MIN:MAX"),
+        ({"nproc": 1, "max_restarts": -1}, "max_restarts is -1; it must be 0 or more"),
         ({"nproc": 1, "nnodes": 2, "rdzv_endpoint": "node0"}, "'node0'; it must be HOST:PORT"),
         ({"nproc": 1, "nnodes": 2, "rdzv_endpoint": "node0:99999"}, "it must be HOST:PORT"),
         (

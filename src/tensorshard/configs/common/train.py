@@ -32,6 +32,10 @@ train = {
     "save_every": 200,
     # How many checkpoints to keep, the newest ones; 0 for all.
     "keep_checkpoints": 2,
+    # Checkpoints of steps that this divides are kept as well, whatever their age; 0 for none.
+    "keep_every": 0,
+    # True writes checkpoints while training goes on. It needs room for a copy of what is saved in the host's memory.
+    "save_in_background": False,
     # What checkpoints/best has, such as "lowest val_loss" or "highest accuracy" of the evaluations; None for none.
     "save_best": None,
     # Steps between lines in metrics.jsonl and updates of the progress bar's figures.

@@ -23,6 +23,7 @@ from tensorshard.predict.search.find_plans import find_plans
 from tensorshard.predict.search.model_facts import model_facts
 from tensorshard.predict.search.problem import fixed_fields
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
+from tensorshard.weights.files.pretrained_model import without_files
 
 
 def choose_plan(
@@ -56,7 +57,7 @@ def choose_plan(
                 model,
                 world_size=ranks,
                 inputs=inputs,
-                targets=guess_targets(model, loss_fn, inputs, size) if targets is None else targets,
+                targets=guess_targets(without_files(model), loss_fn, inputs, size) if targets is None else targets,
                 optimizer=optimizer,
                 loss_fn=loss_fn,
                 hardware=hardware,

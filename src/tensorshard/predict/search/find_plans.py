@@ -14,6 +14,7 @@ from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
 from tensorshard.predict.search.problem import SearchProblem, check_objective, make_problem
 from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Key, Progress, Search
 from tensorshard.predict.search.wording import found_reasons, rejections
+from tensorshard.weights.files.pretrained_model import without_files
 
 _TRIES = 8  # the most plans that are estimated, the best first, as long as none of them fits
 
@@ -76,7 +77,7 @@ def find_plans(
     """
     check_objective(objective, step_time, top)
     problem = make_problem(
-        model,
+        without_files(model),
         world_size=world_size,
         inputs=inputs,
         targets=targets,

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,18 +38,36 @@ class CheckpointHook(Hook):
         keep: checkpoints to keep, the newest ones; 0 for all.
         best: after which evaluations ``checkpoints/best`` is replaced, such as "lowest val_loss"; None for no such
             checkpoint. It does not count as one of those to keep.
+        keep_every: those of steps that this divides are kept as well, whatever their age; 0 for none.
+        background: whether they are written while training goes on.
+
+    Nothing is deleted unless a whole checkpoint stays.
 
     Training does not begin where the directory holds checkpoints of later steps, as of another run: ConfigError.
     """
 
-    def __init__(self, directory: RunDirectory, every: int, keep: int = 2, best: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        every: int,
+        keep: int = 2,
+        best: str | None = None,
+        *,
+        keep_every: int = 0,
+        background: bool = False,
+    ) -> None:
         if every < 0:
             raise ValueError(f"every is {every}; expected a number of steps, or 0 for a checkpoint at the end alone.")
         if keep < 0:
             raise ValueError(f"keep is {keep}; expected a number of checkpoints, or 0 to keep all.")
+        if keep_every < 0:
+            raise ValueError(f"keep_every is {keep_every}; expected a number of steps, or 0 for none.")
         self.directory = directory
         self.every = every
         self.keep = keep
+        self.keep_every = keep_every
+        self.background = background
+        self._writing: Path | None = None  # in the background
         self._sign, self._metric = (0, "") if best is None else best_of(best)
         self._best: float | None = None  # value of the metric
 
@@ -57,14 +76,17 @@ class CheckpointHook(Hook):
         self._saved_step = trainer.step
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
+        if self._writing is not None and trainer.engine.saving is None:
+            self._end_writing(trainer.engine)
         if self.every and record.step % self.every == 0:
-            self._save(trainer)
-            self._delete_old(trainer.engine)
+            self._save(trainer, background=self.background)
+            if self._writing is None:
+                self._delete_old(trainer.engine)
         value = record.metrics.get(self._metric)  # the same on every rank
         if value is not None and (self._best is None or self._sign * value > self._sign * self._best):
             self._best = value
-            trainer.engine.save(self.directory.best_checkpoint, extra=trainer.state_dict(), overwrite=True)
-            logger.info("saved checkpoint %s: %s %.6g", self.directory.best_checkpoint, self._metric, value)
+            self._write(trainer, self.directory.best_checkpoint, background=self.background, overwrite=True)
+            logger.info("checkpoint %s: %s %.6g", self.directory.best_checkpoint, self._metric, value)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._best is None else {"best": {self._metric: self._best}}
@@ -76,6 +98,9 @@ class CheckpointHook(Hook):
         if trainer.step != self._saved_step:
             self._save(trainer)
             self._delete_old(trainer.engine)
+        elif self._writing is not None:
+            trainer.engine.wait_for_save()
+            self._end_writing(trainer.engine)
 
     def on_error(self, trainer: "Trainer", error: Exception) -> None:
         # The loss is the global one, so this error is raised on every rank, and all of them may communicate
@@ -93,16 +118,42 @@ class CheckpointHook(Hook):
                 f"another learning rate, clipping or precision."
             )
 
-    def _save(self, trainer: "Trainer") -> None:
-        path = self.directory.checkpoint(trainer.step)
-        trainer.engine.save(path, extra=trainer.state_dict())
+    def _save(self, trainer: "Trainer", *, background: bool = False) -> None:
+        self._write(trainer, self.directory.checkpoint(trainer.step), background=background)
         self._saved_step = trainer.step
+
+    def _write(self, trainer: "Trainer", path: Path, *, background: bool, overwrite: bool = False) -> None:
+        options: dict[str, bool] = {"overwrite": True} if overwrite else {}
+        if background:
+            if self._writing is not None:
+                trainer.engine.wait_for_save()
+                self._end_writing(trainer.engine)
+            trainer.engine.save(path, extra=trainer.state_dict(), background=True, **options)
+            self._writing = path
+            return
+        trainer.engine.save(path, extra=trainer.state_dict(), **options)  # which waits for one in the background
+        if self._writing is not None:
+            self._end_writing(trainer.engine)
         logger.info("saved checkpoint %s", path)
 
+    def _end_writing(self, engine: Engine) -> None:
+        """What follows a save in the background that is done."""
+        logger.info("saved checkpoint %s", self._writing)
+        self._writing = None
+        self._delete_old(engine)
+
     def _delete_old(self, engine: Engine) -> None:
-        if self.keep and engine.mesh.rank == 0:
-            for step in self.directory.checkpoint_steps()[: -self.keep]:
-                self.directory.delete_checkpoint(step)
+        if not self.keep or engine.mesh.rank != 0:
+            return
+        from tensorshard.checkpoint.manifest import is_whole
+
+        steps = self.directory.checkpoint_steps()
+        old = [step for step in steps[: -self.keep] if not (self.keep_every and step % self.keep_every == 0)]
+        if old and not any(is_whole(self.directory.checkpoint(step)) for step in reversed(steps) if step not in old):
+            logger.warning("no older checkpoint is deleted, as none of the newest %d is whole", self.keep)
+            return
+        for step in old:
+            self.directory.delete_checkpoint(step)
 
 
 def best_of(best: str) -> tuple[int, str]:

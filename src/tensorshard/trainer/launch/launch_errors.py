@@ -1,5 +1,6 @@
 """The errors of a launch: they find the worker that failed first, and describe it. This file imports nothing heavy."""
 
+import json
 import os
 import signal
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _TAIL_LINES = 20
+_CHARACTERS = 300
 
 
 class LaunchError(ValueError):
@@ -93,6 +95,17 @@ def _describe(failure: "ProcessFailure") -> str:
     if mistake is not None:
         return f"found a mistake: {mistake}"
     return how_it_ended(failure.exitcode)
+
+
+def last_line(error_file: Path) -> str:
+    """The last line of what a worker wrote to its error file, which names the error."""
+    try:
+        message = json.loads(error_file.read_text())["message"]
+    except (OSError, ValueError, KeyError):
+        return "it left no message"
+    text = message["message"] if isinstance(message, dict) else str(message)
+    last = text.strip().splitlines()[-1] if text.strip() else "it left no message"
+    return last if len(last) <= _CHARACTERS else f"{last[:_CHARACTERS]} ..."
 
 
 def how_it_ended(exitcode: int) -> str:

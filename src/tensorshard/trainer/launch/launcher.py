@@ -21,11 +21,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tensorshard.comm.world import STORE_FILE
 from tensorshard.host.memory import cores_here
 from tensorshard.host.process_settings import environment_for_training
-from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
+from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError, last_line
 from tensorshard.trainer.launch.local_world import local_environment, register
-from tensorshard.trainer.launch.worker import INTERRUPTED, write_call
+from tensorshard.trainer.launch.worker import INTERRUPTED, RUN_FILE, write_call
 
 # Seconds that workers may take to save and leave after a signal, unless the environment sets another time.
 _SHUTDOWN_SECONDS = "600"
@@ -43,6 +44,8 @@ class World:
         nnodes: the number of machines. Each of them makes the same call.
         node_rank: this machine's position among them, 0 to nnodes - 1; None lets the machines agree on it.
         rdzv_endpoint: ``HOST:PORT`` of one of the machines, the same in every call; one machine needs none.
+        min_nodes: with how many machines the run begins, and goes on if others are lost; None for all `nnodes`.
+        max_restarts: how many times all workers are started again after one has failed.
 
     Raises:
         LaunchError: the numbers do not fit together, or there are more processes than visible GPUs.
@@ -52,12 +55,25 @@ class World:
     nnodes: int = 1
     node_rank: int | None = None
     rdzv_endpoint: str | None = None
+    min_nodes: int | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         if self.nproc < 1:
             raise LaunchError(f"nproc is {self.nproc}; at least 1 process is needed")
         if self.nnodes < 1:
             raise LaunchError(f"nnodes is {self.nnodes}; at least 1 machine is needed")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nnodes:
+            raise LaunchError(
+                f"nnodes is {self.min_nodes}:{self.nnodes}; it must be MIN:MAX, with MIN from 1 to MAX, such as 1:4"
+            )
+        if self.min_nodes is not None and self.node_rank is not None:
+            raise LaunchError(
+                f"node_rank is {self.node_rank}, and nnodes is {self.min_nodes}:{self.nnodes}: machines that may come "
+                f"and go get their numbers when they meet; leave node_rank out"
+            )
+        if self.max_restarts < 0:
+            raise LaunchError(f"max_restarts is {self.max_restarts}; it must be 0 or more")
         gpus = visible_gpus()
         if gpus and self.nproc > gpus:
             raise LaunchError(
@@ -86,7 +102,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """Number of processes on all machines."""
+        """Number of processes on all machines, if none is missing."""
         return self.nproc * self.nnodes
 
     @property
@@ -143,7 +159,8 @@ def launch(
         environment = worker_environment(world.nproc)
         if world.is_alone:
             environment |= local_environment(scratch)
-        streams = _Streams(logs, {**environment, **(worker_env or {})})
+        environment[RUN_FILE] = str(scratch / "run")
+        streams = _Streams(logs, {**environment, **(worker_env or {})}, world.max_restarts)
         with _signal_handling(scratch), _quiet_agent():
             start = elastic_launch(_launch_config(world, streams), sys.executable)
             start("-u", "-m", "tensorshard.trainer.launch.worker", str(call))
@@ -191,12 +208,17 @@ def _check_meeting_place(world: World) -> None:
 
 
 class _Streams(LogsSpecs):
-    """Where each worker's output goes, and its environment variables in addition to the agent's."""
+    """Where each worker's output goes, and its environment variables in addition to the agent's.
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+    The agent asks for them before each start of the workers. So this is also where a restart is told.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], max_restarts: int) -> None:
         super().__init__(str(folder))
         self._folder = folder
         self._environment = environment
+        self._max_restarts = max_restarts
+        self._starts = 0
 
     @property
     def root_log_dir(self) -> str:
@@ -205,6 +227,10 @@ class _Streams(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of each local rank (`envs`: their environments); an empty name means the terminal."""
         streams = LogsDest()
+        if self._starts:
+            self._tell_restart([int(env["RANK"]) for env in envs.values()])
+            Path(self._environment.get(STORE_FILE, "")).unlink(missing_ok=True)  # of the workers that are gone
+        self._starts += 1
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             streams.stdouts[local_rank] = "" if rank == 0 else str(self._folder / f"rank{rank}.stdout.log")
@@ -215,6 +241,21 @@ class _Streams(LogsSpecs):
             env.update(self._environment)
             env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         return streams
+
+    def _tell_restart(self, ranks: Sequence[int]) -> None:
+        """Says why the workers are started again, as far as it is known here."""
+        files = {rank: self._folder / f"rank{rank}.error.json" for rank in ranks}
+        told = {rank: file for rank, file in files.items() if file.is_file()}
+        first = min(told, key=lambda rank: told[rank].stat().st_mtime, default=None)
+        said = "" if first is None else last_line(told[first])
+        silent = [rank for rank in ranks if rank not in told]
+        if first is None or (said.startswith("CollectiveMismatchError") and silent):
+            said = f"rank {', '.join(map(str, silent))} was killed, or ended without a message"
+        else:
+            said = f"rank {first} failed: {said}"
+        print(
+            f"tensorshard: {said}; restart {self._starts} of at most {self._max_restarts}", file=sys.stderr, flush=True
+        )
 
 
 def worker_environment(nproc: int) -> dict[str, str]:
@@ -235,7 +276,7 @@ def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
     alone = world.is_alone
     meeting = "static" if world.node_rank is not None else "c10d"
     return LaunchConfig(
-        min_nodes=world.nnodes,
+        min_nodes=world.nnodes if world.min_nodes is None else world.min_nodes,
         max_nodes=world.nnodes,
         nproc_per_node=world.nproc,
         logs_specs=streams,
@@ -245,8 +286,8 @@ def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
         rdzv_backend=register() if alone else meeting,
         rdzv_configs={} if alone or world.node_rank is None else {"rank": world.node_rank},
         local_addr="localhost" if alone else None,
-        max_restarts=0,
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        max_restarts=world.max_restarts,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT,SIGUSR1",
     )
 
 
@@ -267,7 +308,7 @@ def _signal_handling(scratch: Path) -> Iterator[None]:
         shutil.rmtree(scratch, ignore_errors=True)
         os._exit(INTERRUPTED)  # the kernel kills the workers with us, see tensorshard.trainer.launch.worker
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     previous = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, pass_on)
     try:

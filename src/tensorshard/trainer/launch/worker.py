@@ -24,6 +24,12 @@ from tensorshard.host.process_settings import allow_process_settings
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that was ended by Ctrl-C, as shells define it."""
 
+RUN_FILE = "TENSORSHARD_RUN_FILE"
+"""Environment variable: a file of this machine's launcher, for what workers tell those that come after a restart."""
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable: how often the workers were started again."""
+
 USAGE_ERROR = 2
 """Exit code after a mistake in the config or the arguments."""
 
@@ -58,12 +64,18 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: b
     from tensorshard.config.config_error import ConfigError
 
     allow_process_settings()
+    refused = _refused_file()
+    if refused is not None and is_restart() and refused.is_file():  # again it would be the same
+        hand_on_mistake(refused.read_text())
+        _exit_at_once(USAGE_ERROR)
     try:
         record(entrypoint)(*args)
     except KeyboardInterrupt:
         _exit_at_once(INTERRUPTED)
     except ConfigError as error:
         hand_on_mistake(str(error))
+        if refused is not None:
+            refused.write_text(str(error))
         if report:
             print_mistake(str(error))
         _exit_at_once(USAGE_ERROR)
@@ -71,6 +83,15 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: b
         if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             traceback.print_exc()
         _exit_at_once(1)
+
+
+def is_restart() -> bool:
+    """Whether workers of this run have failed before."""
+    return os.environ.get(RESTARTS, "0") != "0"
+
+
+def _refused_file() -> Path | None:
+    return Path(os.environ[RUN_FILE] + ".refused") if RUN_FILE in os.environ else None
 
 
 def hand_on_mistake(message: str) -> None:

@@ -61,6 +61,11 @@ class PretrainedModel:
         return _FileTensors(initial, stored)
 
 
+def without_files(model: Any) -> Any:
+    """The constructor of `model`, for what looks at shapes alone; `model` itself if its weights are in no files."""
+    return model.build if isinstance(model, PretrainedModel) else model
+
+
 def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | None = None) -> PretrainedModel:
     """A model for :func:`tensorshard.parallelize` that starts from weights in files, under any plan.
 

@@ -1,0 +1,114 @@
+"""Checkpoints in object stores: no rename, so the manifest decides."""
+
+import uuid
+from functools import partial
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+import tensorshard as ts
+from tensorshard import cli
+from tensorshard.checkpoint.manifest import DamagedCheckpointError, check, is_whole
+from tensorshard.common import stores
+
+
+def _engine() -> ts.Engine:
+    return ts.parallelize(
+        partial(torch.nn.Linear, 16, 4),
+        ts.Plan(),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        loss_fn=torch.nn.functional.mse_loss,
+    )
+
+
+def _step(engine: ts.Engine) -> float:
+    generator = torch.Generator().manual_seed(engine.step_count)
+    return engine.step(torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)).item()
+
+
+def _use(url: str) -> None:
+    """Saves, replaces, loads, damages; at the end there is the checkpoint of step 2."""
+    engine = _engine()
+    _step(engine)
+    engine.save(url)
+    with pytest.raises(FileExistsError, match="is there already and is not overwritten"):
+        engine.save(url)
+    files = fsspec.core.url_to_fs(url)[0]
+    first = set(files.find(url))
+    _step(engine)
+
+    original = stores.RemoteStore.write
+
+    def fails(store: Any, file: str, data: bytes) -> None:
+        if file == "manifest.json":
+            raise OSError("the store has gone away")
+        original(store, file, data)
+
+    stores.RemoteStore.write = fails
+    try:
+        with pytest.raises(OSError, match="gone away"):
+            engine.save(url, overwrite=True)
+    finally:
+        stores.RemoteStore.write = original
+    assert set(files.find(url)) == first  # the one before it is untouched
+    check(url)
+
+    engine.save(url, overwrite=True, background=True)
+    loss = _step(engine)
+    engine.wait_for_save()
+    assert len(files.find(url)) == 3
+    other = _engine()
+    other.load(url)
+    assert other.step_count == 2 and _step(other) == loss
+    assert cli.main(["checkpoint", url]) == 0
+    data = next(name for name in files.find(url) if name.endswith("tensors-0.bin"))
+    good = files.cat_file(data)
+    files.pipe_file(data, good[:100] + bytes([good[100] ^ 4]) + good[101:])
+    with pytest.raises(DamagedCheckpointError, match=r"tensors-0\.bin is damaged"):
+        other.load(url)
+    assert is_whole(url) and cli.main(["checkpoint", url]) == 1
+    files.pipe_file(data, good)
+
+
+def _in_memory() -> None:
+    _use(f"memory://{uuid.uuid4().hex}/run/step-1")
+    fsspec.filesystem("memory").pipe_file("/mine/thesis.tex", b"mine")
+    with pytest.raises(FileExistsError, match=r"not of a checkpoint, such as thesis\.tex"):
+        _engine().save("memory://mine", overwrite=True)
+    with pytest.raises(ValueError, match="nostore"):
+        _engine().save("nostore://mine/a")
+
+
+def test_a_store_in_memory(ranks):
+    ranks(1, _in_memory)
+
+
+def _in_s3() -> None:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        }.items():
+            patch.setenv(name, value)
+        try:
+            fsspec.filesystem("s3").mkdir("bucket")
+            _use("s3://bucket/run/step-1")
+            with pytest.raises((OSError, RuntimeError), match="s3://missing/step-1"):
+                _engine().save("s3://missing/step-1")
+        finally:
+            server.stop()
+
+
+def test_a_server_of_s3(ranks):
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    ranks(1, _in_s3)
