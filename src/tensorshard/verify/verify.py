@@ -3,8 +3,8 @@
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from tensorshard.weights.files.checkpoint_files import read_tensors
 
 _TIMEOUT = 300.0  # seconds that one layout may take
 _NEW_TOKENS = 4
-_GENERATED = "generated tokens"
+_GENERATED, _EVALUATION = "generated tokens", "evaluation loss"
 _IN_16_BITS = 5e-2  # how far 16 bits may be apart, of what a step has changed
 # Fields that mean something only with another one, with which they are tried.
 _WITH = {
@@ -244,8 +244,10 @@ def _one_process(case: _Case, data_ranks: int, is_disturbed: bool) -> Record:
     with torch.no_grad():
         inputs, targets = case.batches(case.steps)
         output = call_model(model, inputs)
-        total, count = _loss(case.loss_fn(output, targets), inputs)
-        made.others = {"evaluation loss": (total / count).cpu(), **_main_output(output)}
+        made.others = dict(_main_output(output))
+        with suppress(Exception):  # of a loss that is of training alone
+            total, count = _loss(case.loss_fn(output, targets), inputs)
+            made.others[_EVALUATION] = (total / count).cpu()
         made.others.update(_generated(model, inputs))
     return made
 
@@ -328,14 +330,14 @@ def _plain_plan(plan: Plan) -> Plan:
 def _on_rank(case: _Case, file: str) -> tuple[Comparison, Record | None] | str:
     """What differs on this rank, and its record, if that is wanted; a sentence if the plan is refused."""
     reference = _reference(file)
-    made = _by_engine(case, case.plan, data_ranks=None, generates=_GENERATED in reference[0].others)
+    made = _by_engine(case, case.plan, data_ranks=None, asks=frozenset(reference[0].others))
     if isinstance(made, str):
         return made
     found = compare_rank(*reference, made, dist.get_rank(), *case.tolerance())
     return found, made if case.watches_modules else None
 
 
-def _by_engine(case: _Case, plan: Plan, data_ranks: int | None, *, generates: bool = False) -> Any:
+def _by_engine(case: _Case, plan: Plan, data_ranks: int | None, *, asks: Container[str] = (_EVALUATION,)) -> Any:
     model = case.model
     if case.dtype is not None and not isinstance(model, nn.Module):
         model = partial(_built_as, model, case.dtype)
@@ -361,9 +363,9 @@ def _by_engine(case: _Case, plan: Plan, data_ranks: int | None, *, generates: bo
 
     made = record(_EngineSource(engine, case.scratch), watched, take_step, case.steps, str)
     inputs, targets = case.share(case.batches(case.steps), rank, size)
-    made.others = {"evaluation loss": engine.evaluate(inputs, targets).cpu()}
+    made.others = {_EVALUATION: engine.evaluate(inputs, targets).cpu()} if _EVALUATION in asks else {}
     output = dict(_main_output(engine.predict(inputs)))
-    prompts = _prompts(inputs) if generates else None
+    prompts = _prompts(inputs) if _GENERATED in asks else None
     if prompts is not None:
         output[_GENERATED] = engine.generate(prompts, max_new_tokens=_NEW_TOKENS)
     made.others.update({name: _whole_batch(engine, value, size) for name, value in output.items()})
