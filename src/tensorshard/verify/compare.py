@@ -161,7 +161,9 @@ def _differences(
     ) -> Iterator[Difference]:
         for name, value in expected.items():
             start = base.get(name)
-            moved = value if start is None or start.shape != value.shape else value.double() - start.double()
+            moved = value.double()  # masks, too
+            if start is not None and start.shape == value.shape:
+                moved = moved - start.double()
             scale = float(moved.abs().max()) if moved.numel() else 0.0
             noise = 0.0 if twin is None or name not in twin else distance(value, twin[name])
             limit = allowed(value, scale, 0.0 if noise == float("inf") else noise, relative, factor)
