@@ -130,14 +130,12 @@ def _summary(found: list[Found]) -> str:
 
 
 def write_document() -> Path:
-    """Writes the tables of ``docs/exactness.md`` from the results; returns its path."""
-    text = DOCUMENT.read_text()
-    for name, file, rows in (("museum", _FILE, _museum_rows), ("planted", _PLANTED, _planted_rows)):
-        document = json.loads(file.read_text())
-        found = [Found(**one) for one in document["found"]]
-        stated = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
-        measured = f"{_summary(found)}. {document['hardware']}, {document['date']}; {stated}."
-        text = replace_block(text, name, "\n".join([*rows(found), "", measured]))
+    """Writes the table of ``docs/exactness.md`` from the results; returns its path."""
+    document = json.loads(_FILE.read_text())
+    found = [Found(**one) for one in document["found"]]
+    stated = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
+    measured = f"{_summary(found)}. {document['hardware']}, {document['date']}; {stated}."
+    text = replace_block(DOCUMENT.read_text(), "museum", "\n".join([*_museum_rows(found), "", measured]))
     DOCUMENT.write_text(text)
     return DOCUMENT
 
@@ -153,21 +151,6 @@ def _museum_rows(found: list[Found]) -> list[str]:
 def _link(report: str) -> str:
     repository, _, number = report.partition("#")
     return f"[{report}](https://github.com/{repository}/issues/{number})" if number.isdecimal() else report
-
-
-def _planted_rows(found: list[Found]) -> list[str]:
-    plans = list(dict.fromkeys(one.report for one in found))
-    lines = [f"| planted | kind | {' | '.join(plans)} |", f"|---|---|{'---|' * len(plans)}"]
-    for name in dict.fromkeys(one.name for one in found):
-        cells = []
-        for plan in plans:
-            one = next((one for one in found if (one.name, one.report) == (name, plan)), None)
-            cells.append(
-                "" if one is None else "named" if one.is_right else f"called {one.kind}" if one.caught else "missed"
-            )
-        kind = next(one.said for one in found if one.name == name)
-        lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
-    return lines
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
