@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tensorshard.commands.arguments import HelpFormat
 from tensorshard.common.quantities import size_text
 from tensorshard.config import ConfigError
+from tensorshard.plan.plan import AXES
 
 if TYPE_CHECKING:
     from tensorshard.weights.files.checkpoint_files import OpenCheckpoint
@@ -116,6 +117,5 @@ def _bytes(entry: Any) -> int:
 
 def _plan_text(plan: dict[str, Any]) -> str:
     """The degrees of a stored plan that are not 1, and its ZeRO stage."""
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    degrees = [f"{axis}={plan[axis]}" for axis in axes if plan.get(axis, 1) != 1]
+    degrees = [f"{axis}={plan[axis]}" for axis in AXES if plan.get(axis, 1) != 1]
     return ", ".join([*degrees, f"zero={plan.get('zero')}", str(plan.get("precision"))])

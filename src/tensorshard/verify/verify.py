@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,7 @@ def verify(
 
 def fewest_ranks(plan: Plan) -> int:
     """The fewest processes under which each part of `plan` has something to do."""
-    degrees = [max(1, getattr(plan, axis)) for axis in AXES]
-    known = 1
-    for degree in degrees:
-        known *= degree
+    known = prod(max(1, getattr(plan, axis)) for axis in AXES)
     free = any(getattr(plan, axis) == -1 for axis in AXES)
     return known * 2 if free else known
 
