@@ -42,6 +42,34 @@ def test_groups_of_an_axis_partition_the_world(axis):
     assert sorted(rank for group in groups for rank in group) == list(range(24))
 
 
+def _groups_of_equal_meshes() -> list[list[str]]:
+    plans = [Plan(tp=2), Plan(tp=2, zero=3), Plan(tp=2, zero=1)]
+    meshes = [Mesh(plan, "cpu") for plan in plans]
+    return [[mesh.along("dp_shard").get_group().group_name, mesh.group("dp_shard").group_name] for mesh in meshes]
+
+
+def test_meshes_that_torch_takes_for_one_have_the_same_groups(ranks):
+    """Its caches give a DTensor the mesh of any of them: with groups of its own each, ranks waited in different ones."""
+    for names in ranks(4, _groups_of_equal_meshes):
+        assert len({name for pair in names for name in pair}) == 1
+
+
+def _one_after_another() -> list[int]:
+    sizes = []
+    for _ in range(2):
+        group = dist.new_group([0, 1])
+        mesh = Mesh(Plan(zero=3), "cpu", group)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh.group("dp_shard"))
+        sizes.append(int(total))
+        dist.destroy_process_group(group)
+    return sizes
+
+
+def test_a_group_that_was_destroyed_is_not_used_again(ranks):
+    assert ranks(2, _one_after_another) == [[2, 2]] * 2
+
+
 def _hybrid() -> dict:
     mesh = Mesh(Plan(dp_replicate=2), "cpu")
     groups = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("dp_replicate", "dp_shard")}

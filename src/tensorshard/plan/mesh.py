@@ -3,6 +3,7 @@
 import math
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorshard.plan.plan import AXES, Plan, coordinates
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
-from tensorshard.torch_private.process_groups import merged_group, set_group_timeout
+from tensorshard.torch_private.process_groups import forget_meshes, merged_group, set_group_timeout
 
 _GROUPS_SHOWN = 8
+
+_known: dict[DeviceMesh | tuple[Any, ...], DeviceMesh] = {}
+_world_of_known: list[dist.ProcessGroup | None] = []
 
 
 class Mesh:
@@ -60,11 +64,7 @@ class Mesh:
         self._axes = tuple(axis for axis in AXES if self.degrees[axis] > 1 or axis == "dp_shard")
         shape = tuple(self.degrees[axis] for axis in self._axes)
         with unset_fake_temporarily():
-            if group is not None and shape == (self.world_size,):
-                self.device_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=self._axes)
-            else:
-                ranks = torch.tensor(self._members, device="cpu").view(shape)
-                self.device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=self._axes)
+            self.device_mesh = _device_mesh(device_type, self._members, shape, self._axes, group)
         for axis in self._axes:
             self._apply_timeout(self.device_mesh.get_group(axis))
 
@@ -84,7 +84,7 @@ class Mesh:
         """
         if axis not in self._axes:
             raise ValueError(f"the {axis} axis has degree {self.degrees[axis]} and therefore no group")
-        return self.device_mesh.get_group(axis)
+        return self.along(axis).get_group()
 
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups of this rank: the world's first, then those of the axes."""
@@ -97,7 +97,8 @@ class Mesh:
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""
         with unset_fake_temporarily():
-            return self.device_mesh[axes]
+            mesh = self.device_mesh[axes]
+            return _known.setdefault(mesh, mesh)
 
     @property
     def stages(self) -> list[int]:
@@ -174,6 +175,36 @@ class Mesh:
 
     def _numbers(self, ranks: list[int]) -> str:
         return _ranges([self._members[rank] for rank in ranks])
+
+
+def _device_mesh(
+    device_type: str, members: list[int], shape: tuple[int, ...], axes: tuple[str, ...], group: dist.ProcessGroup | None
+) -> DeviceMesh:
+    """The mesh of these ranks. All Engines of one world that have them along the same axes share it and its groups.
+
+    To torch, meshes of the same ranks are equal. Its caches give a DTensor any one of those that are equal, on each
+    rank another one. If they had different groups, ranks would wait for each other in different groups.
+    """
+    if _world_of_known != [dist.group.WORLD]:
+        if _known:
+            forget_meshes()
+        _known.clear()
+        _world_of_known[:] = [dist.group.WORLD]
+    key = (device_type, *members, shape, axes)
+    made = _known.get(key)
+    if made is not None:
+        try:
+            made.get_all_groups()
+            return made
+        except (RuntimeError, ValueError):  # its groups were destroyed, and a new one is in its place
+            forget_meshes()
+            _known.clear()
+    if group is not None and shape == (len(members),):
+        made = DeviceMesh.from_group(group, device_type, mesh_dim_names=axes)
+    else:
+        made = DeviceMesh(device_type, torch.tensor(members, device="cpu").view(shape), mesh_dim_names=axes)
+    _known[key] = made
+    return made
 
 
 def _ranges(ranks: list[int]) -> str:
