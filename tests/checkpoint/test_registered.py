@@ -84,7 +84,7 @@ def _differs(folder: Path) -> list[str]:
     for name, value, match in (
         ("number", engine.mesh.rank, "a registered state differs between ranks"),
         ("tensor", torch.ones(2) * engine.mesh.rank, "tensor.value is"),
-        ("object", object(), "state.object.value is a object"),
+        ("object", object(), "state.object.value is an object"),
     ):
         engine._states.shared.clear()
         engine.register_state(name, _Number(value))

@@ -104,7 +104,7 @@ _BAD: dict[str, Any] = {
     r"no key .* matches the trained parameter 'bias'": {"weight": SGD},
     r"optimizer\['\*bias'\] would train nothing": {"*": SGD, "*bias": ADAMW},
     "returned an empty list": lambda parameters: [],
-    "returned a int in a list": lambda parameters: [SGD(parameters), 3],
+    "returned an int in a list": lambda parameters: [SGD(parameters), 3],
     "to the SGD and to the AdamW": lambda parameters: [SGD(parameters), ADAMW(parameters)],
     "optimizer is a list; it must be a callable .* or a dict": [SGD, ADAMW],
 }

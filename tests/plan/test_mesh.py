@@ -49,7 +49,7 @@ def _groups_of_equal_meshes() -> list[list[str]]:
 
 
 def test_meshes_that_torch_takes_for_one_have_the_same_groups(ranks):
-    """Its caches give a DTensor the mesh of any of them: with groups of its own each, ranks waited in different ones."""
+    """Its caches give a DTensor the mesh of any of them: with groups of its own each, ranks wait in different ones."""
     for names in ranks(4, _groups_of_equal_meshes):
         assert len({name for pair in names for name in pair}) == 1
 

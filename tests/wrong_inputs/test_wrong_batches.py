@@ -173,7 +173,7 @@ LOOPS: dict[str, Case] = {
     "clipping at nan": (lambda e: e.usual.clip_grad_norm_(float("nan")), "max_norm is nan", "a number above 0"),
     "clipping by text": (lambda e: e.usual.clip_grad_norm_("1"), "max_norm is '1'", "a number above 0"),
     "a hook that is no function": (
-        lambda e: e.usual.register_gradient_hook(3), "hook is a int", "hook(name, gradient)"
+        lambda e: e.usual.register_gradient_hook(3), "hook is an int", "hook(name, gradient)"
     ),
     "a hook that returns another shape": (_hook_of_another_shape, "a gradient hook returned Tensor [5]", "[7, 8]"),
     "weights by a name that is not there": (

@@ -70,7 +70,7 @@ TABLES: dict[str, Case] = {
         "embedding.weight and head.weight are one tied parameter",
     ),
     "a row that is an embedding": (
-        lambda: _layouts("gpt", {"positions": "rowwise"}), "positions is a Embedding, which cannot be 'rowwise'"
+        lambda: _layouts("gpt", {"positions": "rowwise"}), "positions is an Embedding, which cannot be 'rowwise'"
     ),
     "a vocabulary that is a layer": (
         lambda: _layouts("gpt", {"head": "vocab"}), "head is a Linear, which cannot be 'vocab'"

@@ -25,6 +25,7 @@ from tensorshard.checkpoint.pieces import PiecesLoadPlanner
 from tensorshard.checkpoint.writing import PlannedTensors, RankFile, Report, Staged, StagingMemory, manifest_of
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.common.folders import recover
+from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import Store, open_store
 from tensorshard.host.memory import available_on_host
 from tensorshard.plan.storage import TemporaryCopy
@@ -142,9 +143,7 @@ class CheckpointManager:
 
     def _entries(self, extra: Any) -> list[dict[str, Any]]:
         if not isinstance(extra, dict):
-            raise TypeError(
-                f"extra is a {type(extra).__name__}; it must be a dict of numbers, strings, lists and dicts"
-            )
+            raise TypeError(f"extra is {kind_of(extra)}; it must be a dict of numbers, strings, lists and dicts")
         entries = [part.entries() for part in self._parts]
         try:
             json.dumps([*entries, extra])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.checkpoint.parts import Part, Stateful, Stored
 from tensorshard.comm.decisions import check_same
 from tensorshard.comm.sharding import to_local
+from tensorshard.common.kinds import kind_of
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import TemporaryCopy
 from tensorshard.weights.files.manifest import as_bytes
@@ -43,7 +44,7 @@ class RegisteredStates:
             raise ValueError(f"register_state was given the name {name!r}; it must be a word without dots")
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(part, method, None)):
-                raise TypeError(f"register_state was given {name!r}, a {type(part).__name__} without a method {method}")
+                raise TypeError(f"register_state was given {name!r}, {kind_of(part)} without a method {method}")
         if name in self.shared or name in self.of_ranks:
             raise ValueError(f"the state {name!r} is registered already; give this one another name")
         (self.of_ranks if per_rank else self.shared)[name] = part
@@ -188,7 +189,7 @@ def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
                 raise TypeError(f"the registered {path} has a key of type {type(key).__name__}; use text or numbers")
         return {_DICT: [list(pair) for pair in pairs]}
     raise TypeError(
-        f"the registered {path} is a {type(value).__name__}; a state must be made of numbers, text, tensors, lists, "
+        f"the registered {path} is {kind_of(value)}; a state must be made of numbers, text, tensors, lists, "
         f"tuples and dicts, so that loading it never runs code"
     )
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tensorshard.common.kinds import kind_of
+
 _PARALLEL_DIM = "parallel_dim"
 _ORDER_TYPE = "order_type"
 _DETAILS = "_tensorshard_mark"
@@ -129,7 +131,7 @@ def register_parallel_dim(
         -1
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"register_parallel_dim was given a {type(tensor).__name__}, where a tensor was expected")
+        raise TypeError(f"register_parallel_dim was given {kind_of(tensor)}, where a tensor was expected")
     _refuse_dtensor(tensor)
     if isinstance(tensor, nn.Parameter):
         return register_parallel_attribute(tensor, dim, size=size, group=group)

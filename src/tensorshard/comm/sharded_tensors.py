@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tensorshard.comm import groups, primitives
 from tensorshard.comm.marks import ParallelMark, get_layout, get_mark
 from tensorshard.comm.sharding import distribute_like, normalize_dim, shard_range
+from tensorshard.common.kinds import kind_of
 
 _WHOSE = "_tensorshard_part"
 
@@ -119,7 +120,7 @@ def check_tensor(tensor: object, what: str) -> None:
         TypeError: it is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} was given a {type(tensor).__name__}, where a tensor was expected")
+        raise TypeError(f"{what} was given {kind_of(tensor)}, where a tensor was expected")
 
 
 def refuse_dtensor(tensor: torch.Tensor, what: str) -> None:

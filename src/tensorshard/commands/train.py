@@ -137,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from tensorshard.comm.world import ranks_here
     from tensorshard.trainer.launch.launcher import launch
+    from tensorshard.trainer.start import check_holds_no_run
 
     find_own_modules()
     source, overrides = _config_and_overrides(args)
@@ -152,6 +153,9 @@ def run(args: argparse.Namespace) -> int:
                 config.train.estimate = False
             if args.profile_memory:
                 config.train.profile_memory = True
+        given = args.output or config.train.get("output_dir")
+        if given and args.resume is None and world is not None:
+            check_holds_no_run(given)
     if options := _options(args):
         with open_dict(config):
             config[ASKED]["options"] = options

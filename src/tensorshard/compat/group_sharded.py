@@ -23,6 +23,7 @@ from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.common.folders import WholeFolder, recover
+from tensorshard.common.kinds import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.model.trains_itself import self_training
@@ -102,7 +103,7 @@ def group_sharded_parallel(
     if segment_size is not None and (not isinstance(segment_size, int) or segment_size < 1):
         raise ValueError(f"segment_size is {segment_size!r}; it must be a number of bytes, at least 1, or None")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a built nn.Module")
+        raise TypeError(f"model is {kind_of(model)}; it must be a built nn.Module")
     check_not_parallelized(model)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in the group; call group_sharded_parallel on the group's own ranks alone")
@@ -214,7 +215,7 @@ def _existing(folder: Path, names: Sequence[str]) -> list[str]:
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch Optimizer of the model")
+        raise TypeError(f"optimizer is {kind_of(optimizer)}; it must be a torch Optimizer of the model")
     if optimizer.state:
         raise ValueError(
             "the optimizer has already stepped, and its states belong to whole parameters; call "

@@ -18,6 +18,7 @@ from tensorshard.comm.marks import (
 )
 from tensorshard.comm.sharded_tensors import check_tensor, gather_full, own_part, own_shard
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
+from tensorshard.common.kinds import kind_of
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.distributed.optimizer_state import complete_states
 from tensorshard.layers.parallel_module import layout_of
@@ -244,7 +245,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def _check_stateful(model: object, call: str) -> None:
     if not (hasattr(model, "state_dict") and hasattr(model, "load_state_dict")):
-        raise TypeError(f"{call} was given a {type(model).__name__}, where a module or an optimizer was expected")
+        raise TypeError(f"{call} was given {kind_of(model)}, where a module or an optimizer was expected")
 
 
 def _consolidate(optimizer: Any, keep: bool) -> dict[str, Any]:

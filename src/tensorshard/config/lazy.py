@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.config.config_error import ConfigError, suggest
 
 CALL_KEYS = frozenset({"_target_", "_partial_", "_args_"})
@@ -180,7 +181,7 @@ def find_target(name: Any, where: str) -> Callable[..., Any]:
             f"installed ones and in the current directory"
         ) from error
     if not callable(target):
-        raise ConfigError(f"{where} calls {name!r}, which is a {type(target).__name__} and cannot be called")
+        raise ConfigError(f"{where} calls {name!r}, which is {kind_of(target)} and cannot be called")
     return target
 
 

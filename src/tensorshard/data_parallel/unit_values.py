@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import local_shard
 from tensorshard.comm.world import world
+from tensorshard.common.kinds import kind_of
 from tensorshard.data_parallel.written_values import WrittenShards
 from tensorshard.model.references import has_references, update_references
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, note_data
@@ -93,7 +94,7 @@ class UnitValues:
                 if shown is sharded_parameter(member) or shown is unsharded_parameter(member):
                     continue
                 raise RuntimeError(
-                    f"the parameter {name!r} of a {type(module).__name__} was replaced after tensorshard.parallelize, "
+                    f"the parameter {name!r} of {kind_of(module)} was replaced after tensorshard.parallelize, "
                     f"which shards it and gave it to the optimizer: write into the one that was there, as by "
                     f"`with torch.no_grad(): parameter.copy_(value)`, or replace it before parallelize"
                 )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
+
 Choice = str | Callable[[str, nn.Parameter], bool]
 
 
@@ -70,7 +72,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Refused but while it is made: nobody says which member the group is for."""
         if getattr(self, "members", None):
             raise RuntimeError(
-                f"a parameter group cannot be added to several optimizers at once ({kind_of(self)}): let "
+                f"a parameter group cannot be added to several optimizers at once ({class_of(self)}): let "
                 f"optimizer(parameters) give its parameters to one of them"
             )
         super().add_param_group(param_group)
@@ -91,7 +93,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return optimizer.members if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def class_of(optimizer: torch.optim.Optimizer) -> str:
     """The name of the class of `optimizer`, or of all its members."""
     return " with ".join(type(member).__name__ for member in members_of(optimizer))
 
@@ -145,7 +147,7 @@ class ByParameter:
                 )
             if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
                 raise TypeError(
-                    f"optimizer[{_shown(key)}] is a {type(factory).__name__}; it must be a callable from parameters to "
+                    f"optimizer[{_shown(key)}] is {kind_of(factory)}; it must be a callable from parameters to "
                     f"an optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
                 )
         self._factories = dict(factories)

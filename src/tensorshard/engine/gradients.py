@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.sharding import local_gradients, scale_gradients
 from tensorshard.comm.world import world
+from tensorshard.common.kinds import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -143,9 +144,7 @@ class FinalGradients:
             TypeError: `hook` cannot be called.
         """
         if not callable(hook):
-            raise TypeError(
-                f"hook is a {type(hook).__name__}; it must be a function, which is called as hook(name, gradient)"
-            )
+            raise TypeError(f"hook is {kind_of(hook)}; it must be a function, which is called as hook(name, gradient)")
         self._registered += 1
         self._hooks[self._registered] = hook
         return HookHandle(self._hooks, self._registered)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.data.sampler import TorchOrder
 from tensorshard.engine.stream import DealtStream, is_stateful
@@ -183,7 +184,7 @@ class EngineLoader:
         shapes = [tensor.shape for tensor in _with_samples(batch)]
         if not shapes or any(shape[0] != 1 for shape in shapes):
             held = " and ".join(str(list(shape)) for shape in shapes)
-            held = f"tensors of shapes {held}" if shapes else f"a {type(batch).__name__} without tensors"
+            held = f"tensors of shapes {held}" if shapes else f"{kind_of(batch)} without tensors"
             raise TypeError(
                 f"the epoch's last batch has {size} samples for {self._order['dp_size']} data ranks, so that some get "
                 f"none, but collate_fn makes {held} of one sample, which cannot be cut to none: let the first "
@@ -302,7 +303,7 @@ def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:
     has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not has_index and not is_stream(dataset):
         raise TypeError(
-            f"dataset is a {type(dataset).__name__}; engine.loader deals samples to ranks by their index, so it needs "
+            f"dataset is {kind_of(dataset)}; engine.loader deals samples to ranks by their index, so it needs "
             f"one with len(dataset) and dataset[index]; or a stream: a torch.utils.data.IterableDataset, or another "
             f"class with __iter__, state_dict and load_state_dict"
         )

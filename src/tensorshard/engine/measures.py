@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.common.kinds import kind_of
 from tensorshard.engine.last_batch import ShortBatches
 from tensorshard.engine.loss import sum_and_count
 from tensorshard.model.batches import batch_size, to_device
@@ -156,7 +157,7 @@ class Metrics:
             if not _is_metric(metric):
                 what = f"metrics[{name!r}] is" if is_dict else "metrics are"
                 raise TypeError(
-                    f"{what} a {type(metric).__name__}; engine.evaluate takes an object with update(outputs, targets), "
+                    f"{what} {kind_of(metric)}; engine.evaluate takes an object with update(outputs, targets), "
                     f"compute() and reset(), as torchmetrics has them, or a dict of such objects"
                 )
             if isinstance(metric, nn.Module):
@@ -252,7 +253,7 @@ def check_loader(loader: Any) -> None:
     """
     if isinstance(loader, torch.Tensor | tuple | list | Mapping) or not isinstance(loader, Iterable):
         raise TypeError(
-            f"engine.evaluate was given a {type(loader).__name__} alone; it takes (inputs, targets), or a loader of "
+            f"engine.evaluate was given {kind_of(loader)} alone; it takes (inputs, targets), or a loader of "
             f"such batches"
         )
     sampler = getattr(loader, "sampler", None)

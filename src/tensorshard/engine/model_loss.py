@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.torch_private.autograd import means_of
 
 _MEAN_OVER = "_tensorshard_mean_over"
@@ -42,7 +43,7 @@ def model_loss(output: Any, targets: Any = None) -> Any:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
-            f"loss_fn is ts.model_loss, and the model's output, a {type(output).__name__}, has no loss: give the model "
+            f"loss_fn is ts.model_loss, and the model's output, {kind_of(output)}, has no loss: give the model "
             f"its labels among the inputs, as in engine.step({{'input_ids': tokens, 'labels': labels}}, labels), or "
             f"pass a loss_fn that computes the loss from output and targets"
         )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import to_local
+from tensorshard.common.kinds import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import (
     ByParameter,
@@ -241,9 +242,9 @@ def _made(factory: OptimizerFactory, masters: Mapping[str, nn.Parameter]) -> lis
     members = list(built) if isinstance(built, list | tuple) else [built]
     for member in members:
         if not isinstance(member, torch.optim.Optimizer):
-            place = f" in a {type(built).__name__}" if isinstance(built, list | tuple) else ""
+            place = f" in {kind_of(built)}" if isinstance(built, list | tuple) else ""
             raise TypeError(
-                f"optimizer(parameters) returned a {type(member).__name__}{place}; it must return a torch Optimizer, "
+                f"optimizer(parameters) returned {kind_of(member)}{place}; it must return a torch Optimizer, "
                 f"or a list of them"
             )
     if not members:
@@ -264,7 +265,7 @@ def _names_hint(factory: Any, error: Exception) -> str:
 def _check_member(built: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
     if isinstance(built, tuple(_CANNOT)):
         what = next(reason for kind, reason in _CANNOT.items() if isinstance(built, kind))
-        raise ValueError(f"the optimizer is a {type(built).__name__}, which {what}; take one such as torch.optim.AdamW")
+        raise ValueError(f"the optimizer is {kind_of(built)}, which {what}; take one such as torch.optim.AdamW")
     known = set(masters.values())
     for group in built.param_groups:
         for parameter in group["params"]:

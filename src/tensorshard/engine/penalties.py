@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
+from tensorshard.common.kinds import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.run.stage_skeleton import AbsentTensor
@@ -58,7 +59,7 @@ class Penalties:
         """See :meth:`tensorshard.Engine.add_penalty`."""
         if not callable(function):
             raise TypeError(
-                f"function is a {type(function).__name__}; it must be a function, which is called as function(model) "
+                f"function is {kind_of(function)}; it must be a function, which is called as function(model) "
                 f"and returns a scalar tensor"
             )
         self._added += 1
@@ -215,7 +216,7 @@ def _weights_alone(modules: list[nn.Module]) -> Iterator[None]:
     def check(module: nn.Module, _: Any) -> None:
         if module not in parametrizations:
             raise RuntimeError(
-                f"a penalty of engine.add_penalty called a {type(module).__name__}; it is a function of the weights "
+                f"a penalty of engine.add_penalty called {kind_of(module)}; it is a function of the weights "
                 f"alone, so it cannot run modules: terms of activations belong into loss_fn"
             )
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.world import world
+from tensorshard.common.kinds import with_article
 from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.step import StepAgain, StepLoss, StepRunner
@@ -204,9 +205,9 @@ class PipelineStepRunner(StepRunner):
             tensors[:], structure = take_apart(result())
             if structure.opaque() and not tensors:
                 raise TypeError(
-                    f"the model's output is a {structure.opaque()[0]}, which cannot be sent from the last stage to the "
-                    f"other ranks of pp={self._plan.pp}; return a tensor, or a tuple, dict, dataclass or "
-                    f"SimpleNamespace of tensors. engine.step and engine.evaluate work"
+                    f"the model's output is {with_article(structure.opaque()[0])}, which cannot be sent from "
+                    f"the last stage to the other ranks of pp={self._plan.pp}; return a tensor, or a tuple, dict, "
+                    f"dataclass or SimpleNamespace of tensors. engine.step and engine.evaluate work"
                 )
             return structure, [(tensor.shape, tensor.dtype) for tensor in tensors]
 

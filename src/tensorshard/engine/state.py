@@ -16,7 +16,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.common.paths import as_path
 from tensorshard.common.stores import local_or_url
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.engine.combined_optimizer import kind_of, members_of
+from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.engine.gradients import LossScaler
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.loader import EngineLoaders
@@ -244,7 +244,7 @@ class StateMethods:
                 self.sharded,
                 self._optimizer,
                 self.mesh,
-                kind=kind_of(self._optimizer),
+                kind=class_of(self._optimizer),
                 wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
             ),
             WeightsPart(self.sharded),

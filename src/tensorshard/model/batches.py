@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.torch_private.pytree import tree_flatten, tree_map, tree_unflatten
 
 
@@ -17,7 +18,7 @@ def batch_size(inputs: Any) -> int:
         TypeError: `inputs` is no tensor, tuple or dict.
     """
     if not isinstance(inputs, torch.Tensor | tuple | list | dict):
-        raise TypeError(f"inputs are a {type(inputs).__name__}; they must be a tensor, or a tuple or dict of tensors")
+        raise TypeError(f"inputs are {kind_of(inputs)}; they must be a tensor, or a tuple or dict of tensors")
     leaves = tree_flatten(inputs)[0]
     sizes = {t.size(0) for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0}
     if len(sizes) != 1:

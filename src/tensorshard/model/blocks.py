@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tensorshard.common.kinds import kind_of
+
 # A member of a list is a stage, not a block, if at least this share of its parameters is in blocks of its own lists.
 _STAGE_SHARE = 0.5
 
@@ -37,7 +39,7 @@ def select_modules(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module
             raise ValueError(f"no module of the model is called {pattern!r}; its modules are such as {examples}")
         if all(_is_mere_list(named[name]) for name in matched):
             raise ValueError(
-                f"{pattern!r} is a {type(named[matched[0]]).__name__}, which is never called itself; name its members "
+                f"{pattern!r} is {kind_of(named[matched[0]])}, which is never called itself; name its members "
                 f"({pattern}.*)"
             )
     return {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import with_article
 from tensorshard.model.provenance import run_operation
 from tensorshard.model.reachable_state import is_foreign, users_class
 from tensorshard.torch_private.modules import MODULE_CALLS
@@ -100,7 +101,7 @@ def failed_module(error: BaseException, model: nn.Module) -> str:
             module, given = frame.f_locals["self"], [*frame.f_locals["args"]]
             given += [frame.f_locals["kwargs"]] if frame.f_locals["kwargs"] else []
             kind = f"{users_class(module).__name__}({module.extra_repr()})"
-            failed = f"; it failed in {name!r}, a {kind}, which was called with {describe_batch(given)}"
+            failed = f"; it failed in {name!r}, {with_article(kind)}, which was called with {describe_batch(given)}"
     return failed
 
 

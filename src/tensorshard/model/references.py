@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.torch_private.modules import (
     RECURRENT_LISTS,
     REFERENCES,
@@ -87,7 +88,7 @@ class Reference:
 
     def described(self) -> str:
         """The place and its holder's class, for errors."""
-        return f"{self.path!r} (of a {type(self.holder).__name__})"
+        return f"{self.path!r} (of {kind_of(self.holder)})"
 
 
 class _Attribute(Reference):

@@ -10,6 +10,7 @@ from torch import nn
 
 from tensorshard.comm.groups import Group, resolve_mesh
 from tensorshard.comm.marks import register_parallel_dim
+from tensorshard.common.kinds import kind_of
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.layers.arguments import check_dim, check_sizes
 from tensorshard.layers.parallel_module import ParallelModule
@@ -353,7 +354,7 @@ class RegisterParallelDim(nn.Module):
         """
         tensors = [input] if isinstance(input, torch.Tensor) else input
         if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, torch.Tensor) for t in tensors):
-            raise TypeError(f"RegisterParallelDim was given a {type(input).__name__}: it marks tensors")
+            raise TypeError(f"RegisterParallelDim was given {kind_of(input)}: it marks tensors")
         group = None if self._mesh is None else self._mesh.get_group()
         for tensor in tensors:
             register_parallel_dim(tensor, self.dim, group=group)
@@ -389,7 +390,7 @@ def convert(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"a {type(module).__name__} was given where a model was expected, whose layers are to be replaced: give an "
+            f"{kind_of(module)} was given where a model was expected, whose layers are to be replaced: give an "
             "nn.Module"
         )
     chosen = _choose(module, plain, parallel, names)

@@ -22,7 +22,7 @@ from tensorshard.comm.world import (
 )
 from tensorshard.data_parallel.shard_units import shard_units
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.engine.combined_optimizer import kind_of, members_of
+from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
@@ -307,7 +307,7 @@ def _described(plan: Plan, seed: int, model: nn.Module) -> dict[str, dict[str, A
 
 def _described_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     members = members_of(optimizer)
-    described: dict[str, Any] = {"its class": kind_of(optimizer)}
+    described: dict[str, Any] = {"its class": class_of(optimizer)}
     for place, member in enumerate(members):
         number = f"{type(member).__name__} {place + 1}: " if len(members) > 1 else ""
         plain = {k: v for k, v in member.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.engine.combined_optimizer import ByParameter
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import select_modules
@@ -29,18 +30,18 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
         TypeError, ValueError: an argument is of the wrong kind.
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; it must be a tensorshard.Plan")
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a tensorshard.Plan")
     _check_is_model(model)
     if isinstance(optimizer, Mapping):
         ByParameter(optimizer)
     elif isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a callable from parameters to an optimizer, such "
+            f"optimizer is {kind_of(optimizer)}; it must be a callable from parameters to an optimizer, such "
             f"as functools.partial(torch.optim.AdamW, lr=3e-4), because the parameters it updates do not exist yet, or "
             f"a dict of such callables by patterns of parameter names"
         )
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a callable (output, targets) -> loss")
+        raise TypeError(f"loss_fn is {kind_of(loss_fn)}; it must be a callable (output, targets) -> loss")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise TypeError(
             f"loss_fn is the class {loss_fn.__name__} itself; it must be an object of it: pass {loss_fn.__name__}()"
@@ -82,7 +83,7 @@ def _check_is_model(model: Any) -> None:
             f"tensorshard.from_pretrained({model!r})"
         )
     if not callable(model):
-        raise TypeError(f"model is a {type(model).__name__}; it must be an nn.Module or a callable that returns one")
+        raise TypeError(f"model is {kind_of(model)}; it must be an nn.Module or a callable that returns one")
     if isinstance(model, nn.Module):
         return
     missing = _refused_call(model)
@@ -107,7 +108,7 @@ def _check_has_no_parameters(loss_fn: Any) -> None:
     names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
     if names:
         raise ValueError(
-            f"loss_fn is a {type(loss_fn).__name__} with parameters ({', '.join(names[:3])}), which the Engine would "
+            f"loss_fn is {kind_of(loss_fn)} with parameters ({', '.join(names[:3])}), which the Engine would "
             f"not train, split or save: make it the model's last layer, called with the targets in the model's "
             f"forward, pass (inputs, targets) as inputs, and loss_fn=lambda output, targets: output"
         )
@@ -166,7 +167,7 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(
-                f"module {name!r} is an {type(module).__name__} with sparse=True, but only dense gradients can be "
+                f"module {name!r} is {kind_of(module)} with sparse=True, but only dense gradients can be "
                 f"averaged over ranks; build it with sparse=False"
             )
     if plan.shards_parameters:
@@ -182,7 +183,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
         what = f"module {name!r}" if name else "the model"
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
-                f"{what} is a {type(module).__name__}, which averages gradients by itself, as a plan does: give the "
+                f"{what} is {kind_of(module)}, which averages gradients by itself, as a plan does: give the "
                 f"module inside of it, model.module"
             )
         if type(module).__name__ == "OptimizedModule":  # by its name, since importing the class takes seconds
@@ -192,7 +193,7 @@ def _check_not_wrapped(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{what} is a {type(module).__name__} of TorchScript, whose forwards cannot be laid out: give the "
+                f"{what} is {kind_of(module)} of TorchScript, whose forwards cannot be laid out: give the "
                 f"plain nn.Module that it was made of"
             )
 
@@ -201,7 +202,7 @@ def _check_unsplit(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ParallelModule) and module.dim is not None and not _is_full(module.group, ranks):
             raise ValueError(
-                f"module {name!r} is a {type(module).__name__} that is split over {module.mesh.size()} ranks already, "
+                f"module {name!r} is {kind_of(module)} that is split over {module.mesh.size()} ranks already, "
                 f"but a plan makes its own groups (here tp={plan.tp}) and splits layers by itself: give the "
                 f"model with plain layers; or build it before parallelize, with tp={module.mesh.size()}; or train it "
                 f"without a Plan. group_sharded_parallel takes it with "

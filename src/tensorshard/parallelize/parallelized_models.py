@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import with_article
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.watched_parameters import METADATA, Watch, watch
 from tensorshard.plan.plan import Plan
@@ -134,10 +135,10 @@ class _Replaced(Watch):
             return
         module, line = reader
         raise RuntimeError(
-            f"a forward of a {own_class(module).__name__} ({line}) reads parameter {self._name!r} as it was before "
-            f"parallelize laid the model out, so that nothing would train it: it is held where no attribute of the "
-            f"model leads to, such as a global variable or an attribute of a class. Read the registered parameter, or "
-            f"keep it in an attribute of a module, in a list, dict, object or function there"
+            f"a forward of {with_article(own_class(module).__name__)} ({line}) reads parameter {self._name!r} "
+            f"as it was before parallelize laid the model out, so that nothing would train it: it is held "
+            f"where no attribute of the model leads to, such as a global variable or an attribute of a class. Read the "
+            f"registered parameter, or keep it in an attribute of a module, in a list, dict, object or function there"
         )
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.fake_copies import copy_with, random_values
 from tensorshard.model.forwards import runs_forward_of
@@ -54,7 +55,7 @@ def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
             continue
         if isinstance(module, nn.SyncBatchNorm) and ranks > 1:
             raise ValueError(
-                f"module {name!r} is a {type(module).__name__}, an nn.SyncBatchNorm with a forward of its own, which "
+                f"module {name!r} is {kind_of(module)}, an nn.SyncBatchNorm with a forward of its own, which "
                 f"would synchronize over all {ranks} ranks by itself, and not over the plan's {data_ranks} data ranks; "
                 f"derive it from nn.BatchNorm1d, 2d or 3d, which a plan synchronizes"
             )

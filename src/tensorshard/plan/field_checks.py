@@ -8,6 +8,8 @@ from dataclasses import FrozenInstanceError, fields
 from functools import wraps
 from typing import Any, TypeVar
 
+from tensorshard.common.kinds import with_article
+
 _Class = TypeVar("_Class")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -38,7 +40,7 @@ def data_with_known_fields(cls: type[_Class]) -> type[_Class]:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         raise FrozenInstanceError(
-            f"{name} of {_article(cls.__name__)} cannot be changed; make a new one: "
+            f"{name} of {with_article(cls.__name__)} cannot be changed; make a new one: "
             f"dataclasses.replace({cls.__name__.lower()}, {name}={value!r})"
         )
 
@@ -89,7 +91,3 @@ def size_in_bytes(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name}={value} was given; it must be at least one byte")
     return value
-
-
-def _article(name: str) -> str:
-    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.plan.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
 from tensorshard.plan.offload import Offload, as_offload
 
@@ -343,9 +344,7 @@ class Plan:
         if values is None:
             values = {}
         if not isinstance(values, dict):
-            raise ValueError(
-                f"{path} holds a {type(values).__name__}, but a plan is a mapping of field names to values"
-            )
+            raise ValueError(f"{path} holds {kind_of(values)}, but a plan is a mapping of field names to values")
         return cls.from_dict(values)
 
 

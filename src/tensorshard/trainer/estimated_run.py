@@ -100,7 +100,7 @@ def estimate_run(config: DictConfig, world_size: int, *, device: str) -> Estimat
 
 
 PATIENCE = 60.0
-"""Seconds that an estimate may take before training starts without one."""
+"""Seconds that an estimate may take before a run starts without one."""
 
 _SHOWN = 3
 
@@ -124,7 +124,7 @@ def estimate_first(
     try:
         found = in_forked_process(lambda: estimate_run(config, world_size, device="cuda" if gpus else "cpu"), PATIENCE)
     except TriedInVain as error:
-        return None, [f"no estimate of memory, training goes on: {error}"]
+        return None, [f"no estimate of memory: {error}"]
     lines = _said_of(found)
     there = memory_of_gpus() if gpus else available_on_host()
     peaks = found.peaks

@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.config_error import suggest
 from tensorshard.plan.plan import Plan
@@ -92,7 +93,7 @@ class TrainSettings:
             raise ConfigError(f"train.watchdog is {self.watchdog!r}; expected true, false or seconds of more than 0")
         if not isinstance(self.plan, Plan):
             raise ConfigError(
-                f"train.plan is a {type(self.plan).__name__}; expected LazyCall(Plan)(...), as in common/train.py"
+                f"train.plan is {kind_of(self.plan)}; expected LazyCall(Plan)(...), as in common/train.py"
             )
 
     @classmethod

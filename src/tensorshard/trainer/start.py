@@ -59,10 +59,7 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
         if directory is None:
             with _written_to(RUNS):
                 return Start(RunDirectory.new(RUNS, name), None)
-        if directory.config.exists():
-            raise ConfigError(
-                f"{directory.path} holds a run already; continue it with --resume, or give another directory"
-            )
+        check_holds_no_run(directory.path)
         return _started(directory, None)
     if resume != LATEST:
         checkpoint = Path(resume)
@@ -74,6 +71,16 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
     if newest is None:
         raise ConfigError(_none_to_resume_from(directory))
     return _started(directory, newest)
+
+
+def check_holds_no_run(path: str | Path) -> None:
+    """Whether a new run may write to `path`.
+
+    Raises:
+        ConfigError: an earlier one did.
+    """
+    if RunDirectory(Path(path)).config.exists():
+        raise ConfigError(f"{path} holds a run already; continue it with --resume, or give another directory")
 
 
 def note_start(start: Start) -> None:

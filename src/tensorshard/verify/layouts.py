@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.trainer.launch.notebook import notebook_launch
 from tensorshard.verify.compare import compare
 from tensorshard.verify.culprit import find_culprit
@@ -101,7 +102,7 @@ def _check(reference: Any, parallel: Any, ranks: Any, steps: Any) -> None:
     for name, function in (("reference", reference), ("parallel", parallel)):
         if not callable(function) or isinstance(function, nn.Module):
             raise TypeError(
-                f"{name} is a {type(function).__name__}; it must be a function without arguments that builds a model "
+                f"{name} is {kind_of(function)}; it must be a function without arguments that builds a model "
                 f"and returns (model, step), where step(i) takes training step i"
             )
     for name, number in (("ranks", ranks), ("steps", steps)):
@@ -116,7 +117,7 @@ def _renaming(rename: Callable[[str], str] | None) -> Callable[[str], str]:
 def _built(function: Layout) -> tuple[nn.Module, Callable[[int], Any]]:
     made = function()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module) or not callable(made[1]):
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"{kind_of(made)}"
         raise TypeError(
             f"{_name(function)} returned {what}; it must return (model, step): an nn.Module, and a function step(i) "
             f"that takes training step i"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.torch_private.optimizers import watched_clipping
 from tensorshard.torch_private.pipelining import while_stages_prepare
 from tensorshard.torch_private.pytree import tree_leaves
@@ -366,4 +367,4 @@ def _as_number(value: Any) -> float | None:
         return float(value.detach())
     if isinstance(value, int | float):
         return float(value)
-    raise TypeError(f"step(i) returned a {type(value).__name__}; it must return the loss, a scalar, or None")
+    raise TypeError(f"step(i) returned {kind_of(value)}; it must return the loss, a scalar, or None")

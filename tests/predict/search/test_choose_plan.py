@@ -65,7 +65,7 @@ def test_a_rank_whose_forks_cannot_run_autograd_searches_itself(ranks):
         ({"plan": "fastest"}, "plan is 'fastest'; it must be a tensorshard.Plan, or 'auto'"),
         ({"sample_inputs": None}, "plan 'auto' was asked for without sample_inputs"),
         ({"plan": ts.Plan(), "fixed": {"tp": 1}}, "fixed was given with a Plan; it is for parallelize(model, 'auto'"),
-        ({"loss_fn": 3}, "loss_fn is a int"),
+        ({"loss_fn": 3}, "loss_fn is an int"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(options, said):

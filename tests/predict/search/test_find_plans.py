@@ -186,7 +186,7 @@ def test_nodes_and_batches_limit_the_plans():
         ({"step_time": 1.0}, "step_time=1.0 is for objective='cost'"),
         ({"fixed": {"tpp": 2}}, "fixed: Plan has no field 'tpp'; did you mean 'tp'"),
         ({"fixed": {"tp": 3}}, "tp=3 does not divide the 2 ranks"),
-        ({"fixed": 3}, "fixed is a int; it must be a Plan, or a dict"),
+        ({"fixed": 3}, "fixed is an int; it must be a Plan, or a dict"),
         ({"global_batch": 0}, "global_batch is 0; it must be at least 1"),
         ({"memory": "lots"}, "memory='lots' was given"),
         ({"hardware": "h1000"}, "hardware='h1000' is not known"),

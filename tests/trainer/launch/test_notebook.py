@@ -180,7 +180,7 @@ def test_a_rank_may_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"function": 3}, TypeError, "function is a int; it must be a function"),
+        ({"function": 3}, TypeError, "function is an int; it must be a function"),
         ({"ranks": "2"}, TypeError, "ranks is '2'; it must be a number of processes"),
         ({"ranks": 0}, ValueError, "ranks is 0; at least 1 process"),
         ({"args": (1,)}, TypeError, r"<lambda> takes \(\), and is called with args=\(1,\) \(too many"),

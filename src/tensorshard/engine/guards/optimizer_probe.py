@@ -21,7 +21,7 @@ from tensorshard.comm.decisions import succeed_together
 from tensorshard.comm.sharding import distribute
 from tensorshard.comm.world import world as current_world
 from tensorshard.data_parallel.sharded_model import ParameterSplit
-from tensorshard.engine.combined_optimizer import kind_of, members_of
+from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
@@ -131,7 +131,7 @@ class _Probe:
         self._shards = max((m.device_mesh.size(-1) for m in sharded.values()), default=0)
         self._member_of = _members_of_parameters(optimizer)
         self._group_of = _groups_of_parameters(optimizer)
-        self._kinds = {i: kind_of(member) for i, member in enumerate(members_of(optimizer))}
+        self._kinds = {i: class_of(member) for i, member in enumerate(members_of(optimizer))}
         # By the identity of the tensors, which are held so that none other has it, and the step.
         self._made: dict[tuple[int, int], tuple[Mapping[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
 

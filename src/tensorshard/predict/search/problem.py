@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.forked import run_at_once
+from tensorshard.common.kinds import kind_of
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
@@ -315,7 +316,7 @@ def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
         defaults = {f.name: f.default for f in fields(Plan) if f.default is not MISSING}
         return {name: getattr(fixed, name) for name, default in defaults.items() if getattr(fixed, name) != default}
     if not isinstance(fixed, Mapping):
-        raise TypeError(f"fixed is a {type(fixed).__name__}; it must be a Plan, or a dict of its fields, such as tp=2")
+        raise TypeError(f"fixed is {kind_of(fixed)}; it must be a Plan, or a dict of its fields, such as tp=2")
     unknown = unknown_field(Plan, fixed)
     if unknown is not None:
         raise ValueError(f"fixed: {unknown}")

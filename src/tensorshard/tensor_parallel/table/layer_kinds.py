@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
+from tensorshard.common.kinds import kind_of
 from tensorshard.model.forwards import own_forward, runs_forward_of
 from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.trains_itself import TrainsItself
@@ -197,7 +198,7 @@ def channel_layouts(name: str, module: nn.Module, size: int, parts: int = 1) -> 
     channels = as_channelwise(module)
     if channels is None:
         raise ValueError(
-            f"{name} is a {type(module).__name__}, which cannot be 'channels': that is for batch, group and instance "
+            f"{name} is {kind_of(module)}, which cannot be 'channels': that is for batch, group and instance "
             f"norms, convolutions of several groups, and modules that hold one number a channel"
         )
     by_channel = channels.groups == channels.inputs == channels.outputs

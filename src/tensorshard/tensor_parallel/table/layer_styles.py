@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable
 from tensorshard.tensor_parallel.table.layouts import Layout
 
@@ -110,13 +111,11 @@ class LayerStyle(Style):
         if layer is None or layer.kind not in self.layer_kinds:
             is_head = layer is not None and layer.kind == "head"
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which cannot be {self.name!r}: that is for "
+                f"{name} is {kind_of(module)}, which cannot be {self.name!r}: that is for "
                 f"{_CLASS_NAMES[self.layer_kinds[0]]}{'; it can be classes' if is_head else ''}"
             )
         if self.sums_output_gradients and not layer.is_plain_linear:
-            raise ValueError(
-                f"{name} is a {type(module).__name__}, which cannot be {str(self)!r}: that is for an nn.Linear"
-            )
+            raise ValueError(f"{name} is {kind_of(module)}, which cannot be {str(self)!r}: that is for an nn.Linear")
         if self.splits_inputs:
             return {"weight": Layout(layer.input_dim, (layer.inputs,))}
         parts = self.output_parts(name, layer, size)

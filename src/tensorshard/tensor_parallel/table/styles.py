@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.tensor_parallel.table.layer_kinds import channel_layouts, is_multihead_attention, signature_of
 from tensorshard.tensor_parallel.table.layer_styles import (
     Classes,
@@ -175,7 +176,7 @@ class Heads(Style):
     def layouts(self, name: str, module: nn.Module, size: int) -> dict[str, Layout]:
         if not is_multihead_attention(module):
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which cannot be 'heads': that is for an unmodified "
+                f"{name} is {kind_of(module)}, which cannot be 'heads': that is for an unmodified "
                 f"nn.MultiheadAttention; give the layers of another attention 'colwise' and 'rowwise'"
             )
         assert isinstance(module, nn.MultiheadAttention)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from tensorshard.common.dotted_names import join_names
+from tensorshard.common.kinds import kind_of
 from tensorshard.common.paths import read_utf8
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.layer_styles import Style
@@ -66,7 +67,7 @@ class TensorTable:
         except yaml.YAMLError as error:
             raise ValueError(f"{path} cannot be read as YAML: {error}") from error
         if not isinstance(table, dict):
-            raise ValueError(f"{path} holds a {type(table).__name__}, but a tensor plan maps names to styles")
+            raise ValueError(f"{path} holds {kind_of(table)}, but a tensor plan maps names to styles")
         return cls.from_dict(table)
 
     def to_yaml(self, path: str | Path) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.host.process_settings import allow_process_settings
 from tensorshard.torch_private import pytree
 from tensorshard.torch_private.process_groups import forget_meshes, forget_world
@@ -93,7 +94,7 @@ def _import_what_ranks_use() -> None:
 
 def _check(function: Any, ranks: Any, args: tuple[Any, ...], timeout: Any) -> None:
     if not callable(function):
-        raise TypeError(f"function is a {type(function).__name__}; it must be a function that each rank is to run")
+        raise TypeError(f"function is {kind_of(function)}; it must be a function that each rank is to run")
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise TypeError(f"ranks is {ranks!r}; it must be a number of processes, such as 2")
     if ranks < 1:
@@ -373,7 +374,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any
     try:
         return RESULT, pickle.dumps(pytree.tree_map(_on_cpu, result))
     except Exception as error:
-        said = f"returned a {type(result).__name__}, which cannot be sent back ({error}); {RETURNABLE}"
+        said = f"returned {kind_of(result)}, which cannot be sent back ({error}); {RETURNABLE}"
         return ERROR, (time.time(), said)
 
 

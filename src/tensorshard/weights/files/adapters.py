@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.model.buffers import STATISTICS, keeps_statistics
 from tensorshard.torch_private.modules import without_values
 from tensorshard.weights.files.checkpoint_files import is_of_transformers
@@ -44,7 +45,7 @@ def has_adapters(model: nn.Module) -> bool:
         raise ValueError(f"engine.save_pretrained was called for a {kind}, which peft itself cannot save; {_INSTEAD}")
     if inner is not None and is_of_transformers(model):
         raise ValueError(
-            f"engine.save_pretrained was called for a {type(model).__name__} into which peft injected the layer "
+            f"engine.save_pretrained was called for {kind_of(model)} into which peft injected the layer "
             f"{inner!r} without a PeftModel around it, so that its weights have names that transformers does not open: "
             f"make it by peft.get_peft_model(model, config); {_INSTEAD}"
         )

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import LocalStore, Store, open_store
 from tensorshard.torch_private.messages import reading_in_one_process
 from tensorshard.weights.files.manifest import (
@@ -134,7 +135,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata")
+        raise ValueError(f"{file} holds {kind_of(metadata)}, not a checkpoint's metadata")
     return metadata
 
 

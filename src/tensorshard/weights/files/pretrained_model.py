@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.common.paths import as_path
 from tensorshard.model.parameters import parameter_aliases
 from tensorshard.weights.files.checkpoint_files import StoredWeights, WeightFile, is_of_transformers
@@ -106,7 +107,7 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
         model = model_of(place if place.is_dir() else place.parent)
     elif not callable(model) or isinstance(model, nn.Module):
         raise TypeError(
-            f"model is a {type(model).__name__}; from_pretrained needs what builds it, such as a class or a lambda, so "
+            f"model is {kind_of(model)}; from_pretrained needs what builds it, such as a class or a lambda, so "
             f"that no rank holds all of it"
         )
     open_weight_files(place)  # unreadable files raise here, before a world is joined

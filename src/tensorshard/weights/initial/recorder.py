@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.world import world
+from tensorshard.common.kinds import kind_of
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import (
     DataDependentOutputException,
@@ -170,7 +171,7 @@ class OperationRecorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor.layout != torch.strided or not (type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter)):
-            raise UnrecordableError(f"uses a {type(tensor).__name__} that was made outside of it")
+            raise UnrecordableError(f"uses {kind_of(tensor)} that was made outside of it")
         storage = tensor.untyped_storage()
         if storage_address(storage) not in self._placeholders:
             with unset_fake_temporarily():

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tensorshard.common.kinds import kind_of
 from tensorshard.model.copies import copy_module
 from tensorshard.model.state_places import host_random_restored
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
@@ -250,7 +251,7 @@ def _run_seeded(build: Callable[[], nn.Module], fake_mode: FakeTensorMode, seed:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"the callable returned a {type(module).__name__}, where an nn.Module was expected")
+        raise TypeError(f"the callable returned {kind_of(module)}, where an nn.Module was expected")
 
 
 def _left_over(fake_mode: FakeTensorMode) -> list[FakeTensor]:
