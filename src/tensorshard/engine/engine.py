@@ -20,6 +20,7 @@ from tensorshard.engine.guards.foreign_optimizers import mark_trained
 from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
 from tensorshard.engine.guards.own_collectives import OwnCollectives
+from tensorshard.engine.guards.replay import compare_repeated
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
 from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.last_batch import EqualShares
@@ -38,7 +39,7 @@ from tensorshard.engine.optimizer import (
     make_optimizer,
 )
 from tensorshard.engine.penalties import Penalties
-from tensorshard.engine.random_streams import RandomStreams
+from tensorshard.engine.random_streams import RandomStreams, kept_random_state
 from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import StepAgain, StepLoss, StepRunner, WholeModelStepRunner
 from tensorshard.host.process_settings import HostHeap
@@ -149,6 +150,7 @@ class Engine(LoopMethods, StateMethods):
             enabled=watchdog is not False,
             patience=None if isinstance(watchdog, bool) else float(watchdog),
         )
+        self._replayed = False
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
         self._optimizer, self._owners, again = make_optimizer(optimizer, own_rules, sharded, plan, mesh)
@@ -262,6 +264,36 @@ class Engine(LoopMethods, StateMethods):
                 micro_batches=self.plan.micro_batches,
                 tolerance=1e-4 if self.plan.precision == "fp32" else 1e-2,
             )
+
+    def replay(self, inputs: Any, targets: Any) -> None:
+        """Runs forward and backward of a micro-batch twice and compares the bits. Nothing is changed.
+
+        A processor or memory that returns a wrong number now and then is found so; see :mod:`.guards.replay`. The first
+        micro-batch is taken, all of them under a pipeline. It costs two forwards and backwards of it, the first call
+        some more. Every rank calls it, with a batch as for :meth:`step`. On GPUs, kernels that sum in no fixed order can
+        differ: set ``torch.use_deterministic_algorithms(True)``.
+
+        Raises:
+            ReplayMismatchError: some rank computed something else the second time, which the message names. Every rank
+                raises it.
+        """
+
+        def once() -> None:
+            before = self._buffers_before()
+            with kept_random_state(self.device):
+                try:
+                    scale = self.scaler.scale if self.scaler else 1.0
+                    self._step_runner.train(inputs, targets, scale, first_alone=True)
+                finally:
+                    self._step_runner.abandon()
+                    self._optimizer.zero_grad(set_to_none=True)
+                    before.restore()
+
+        self._manual_loop.forget()
+        self._finish_update()
+        with self._call("replay"), self._cache.off():
+            compare_repeated(once, self.mesh.world_group, first_time=not self._replayed)
+        self._replayed = True
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
         self._changes.check()
@@ -443,7 +475,7 @@ class Engine(LoopMethods, StateMethods):
         """The context of each call of the Engine that runs the model."""
         compiling = nullcontext() if self._compile_log is None else self._compile_log.watched()
         with (
-            explained(f"engine.{name}", self._watch, counted=name in ("step", "evaluate")),
+            explained(f"engine.{name}", self._watch, counted=name in ("step", "evaluate", "replay")),
             explained_compilation(),
             self.random.installed(),
             self._forwards.inside_engine_call(),

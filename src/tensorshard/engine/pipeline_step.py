@@ -62,7 +62,7 @@ class PipelineStepRunner(StepRunner):
             split=may_split_backward(self._plan),
         )
 
-    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+    def train(self, inputs: Any, targets: Any, loss_scale: float, *, first_alone: bool = False) -> StepLoss:
         self._same_batch.check("step", inputs, targets)
         batches = self.batches.split(inputs, targets, self._plan.micro_batches, all_of_them=True)
         parts = [part.on_device(self._device, targets=self._is_last) for part in batches]

@@ -68,11 +68,12 @@ class StepRunner(ABC):
         self._sharded.abandon_step()
 
     @abstractmethod
-    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+    def train(self, inputs: Any, targets: Any, loss_scale: float, *, first_alone: bool = False) -> StepLoss:
         """Forward and backward of all micro-batches; every master's gradient is final when this returns.
 
         Args:
             loss_scale: gradients are multiplied by it.
+            first_alone: whether only the first micro-batch is run, if that can be.
         """
 
     @abstractmethod
@@ -96,9 +97,10 @@ class StepRunner(ABC):
 class WholeModelStepRunner(StepRunner):
     """This rank runs all of the model's forward."""
 
-    def train(self, inputs: Any, targets: Any, loss_scale: float) -> StepLoss:
+    def train(self, inputs: Any, targets: Any, loss_scale: float, *, first_alone: bool = False) -> StepLoss:
         self._same_batch.check("step", inputs, targets)
         parts = self.batches.split(inputs, targets, self._plan.micro_batches, all_of_them=False)
+        parts = parts[:1] if first_alone else parts
         self._sharded.discard_gradients()
         with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
             return self._train(parts, loss_scale)

@@ -232,7 +232,9 @@ def _prepare(
             background=settings.save_in_background,
         ),
     ]
-    trainer = Trainer(engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop)
+    trainer = Trainer(
+        engine, loader, max_steps=settings.steps, hooks=hooks, stop=stop, replay_every=settings.replay_every
+    )
     if state:
         trainer.load_state_dict(state)
     return _Run(trainer, timer, memory, evaluation)

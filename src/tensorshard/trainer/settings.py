@@ -34,6 +34,8 @@ class TrainSettings:
         keep_checkpoints: how many checkpoints to keep, the newest ones; 0 for all.
         keep_every: the checkpoints of steps that this divides are kept as well, whatever their age; 0 for none.
         save_in_background: whether checkpoints are written while training goes on.
+        replay_every: steps between those whose first micro-batch is computed twice and compared bit for bit before the
+            update, which finds a processor that computes wrongly; 0 for none.
         save_best: which evaluation's state ``checkpoints/best`` holds, such as "lowest val_loss"; None for no such
             checkpoint.
         log_every: steps between log lines.
@@ -65,6 +67,7 @@ class TrainSettings:
     save_best: str | None = None
     keep_every: int = 0
     save_in_background: bool = False
+    replay_every: int = 0
     loggers: list[str] = field(default_factory=list)
     profile: range | None = None
     debug: bool = False
@@ -74,8 +77,8 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "global_batch_size": 1, "eval_batches": 1, "log_every": 1}
-        for name in ("seed", "eval_every", "save_every", "keep_checkpoints", "keep_every", "num_workers"):
-            least[name] = 0
+        steps = ("eval_every", "save_every", "keep_every", "replay_every")
+        least |= dict.fromkeys((*steps, "seed", "keep_checkpoints", "num_workers"), 0)
         for name, bound in least.items():
             value = getattr(self, name)
             if value is None and name == "eval_batches":

@@ -18,6 +18,8 @@ class Trainer:
         max_steps: optimizer steps of the whole run, those before a resume included.
         hooks: called in this order at every moment. One that measures comes before the one that logs; one
             that saves comes last. :func:`tensorshard.trainer.run.run` shows the usual ones.
+        replay_every: steps between those whose first micro-batch is computed twice and compared before the update, see
+            :meth:`Engine.replay`; 0 for none.
         stop: called after each step; True ends training. None: training never stops early.
 
     Attributes:
@@ -37,6 +39,7 @@ class Trainer:
         max_steps: int,
         hooks: Sequence[Hook] = (),
         stop: StopRequest | None = None,
+        replay_every: int = 0,
     ) -> None:
         if max_steps < 1:
             raise ValueError(f"max_steps is {max_steps}; expected at least 1.")
@@ -51,6 +54,7 @@ class Trainer:
         self.max_steps = max_steps
         self.hooks = list(hooks)
         self.stop = stop
+        self.replay_every = replay_every
         self.samples_consumed = 0
         self.last_record: StepRecord | None = None
         self.interrupted = False
@@ -74,6 +78,8 @@ class Trainer:
                 for hook in self.hooks:
                     hook.before_step(self)
                 inputs, targets = next(batches)
+                if self.replay_every and (self.step + 1) % self.replay_every == 0:
+                    self.engine.replay(inputs, targets)
                 loss = self.engine.step(inputs, targets)
                 batch = BatchSize.of(inputs).times(self.engine.mesh.dp_size)
                 self.samples_consumed += batch.samples

@@ -36,6 +36,9 @@ train = {
     "keep_every": 0,
     # True writes checkpoints while training goes on. It needs room for a copy of what is saved in the host's memory.
     "save_in_background": False,
+    # Every so many steps a micro-batch is computed twice and its bits are compared, which finds a processor that
+    # computes wrongly; 0 for never.
+    "replay_every": 0,
     # What checkpoints/best has, such as "lowest val_loss" or "highest accuracy" of the evaluations; None for none.
     "save_best": None,
     # Steps between lines in metrics.jsonl and updates of the progress bar's figures.
