@@ -49,12 +49,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the slow cases of tests with ``slow_cases`` or ``fast_cases``, before slow tests are left out.
+    """Marks the slow cases of parametrized tests, before slow tests are left out.
 
-    A case is named by its whole id, or by the id of one of its values, which names all cases with that value.
+    With ``slow_cases`` or ``fast_cases``, a test says itself which they are: by the whole id of a case, or by the id of
+    one of its values, which names all cases with that value. Of the cases of another test on several ranks, three are
+    fast, or a quarter if that is more: the first, the last, and some between them.
     """
-    first = int(_FROM * len(items))
-    items[:] = items[first:] + items[:first]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -68,6 +68,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in of_test:
                 if (item in named) == (mark == "slow_cases"):
                     item.add_marker(pytest.mark.slow)
+        own_choice = of_test[0].get_closest_marker("fast_cases") is not None
+        if not (own_choice or selected) and "ranks" in getattr(of_test[0], "fixturenames", ()):
+            fast = [item for item in of_test if item.get_closest_marker("slow") is None]
+            count = max(3, len(fast) // 4)
+            kept = {fast[round(index * (len(fast) - 1) / (count - 1))] for index in range(count)} if fast else set()
+            for item in fast:
+                if item not in kept:
+                    item.add_marker(pytest.mark.slow)
+    first = int(_FROM * len(items))
+    items[:] = items[first:] + items[:first]
 
 
 def _cases_named(name: str, cases: list[pytest.Item], test: str, selected: bool) -> list[pytest.Item]:

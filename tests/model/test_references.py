@@ -177,6 +177,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("{'zero': 3}-module")
 @pytest.mark.parametrize("given", [False, True], ids=["callable", "module"])
 @pytest.mark.parametrize("fields", PLANS, ids=str)

@@ -87,6 +87,7 @@ TWO = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("1-cases0")
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
 def test_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
@@ -122,6 +123,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_with_parameters_on_disk(ranks, tmp_path, world_size):
     offload = dict(optimizer="disk", gradients="disk", parameters="disk", path=str(tmp_path))
@@ -187,6 +189,7 @@ def _through_a_checkpoint_off_device(*given: Any) -> dict[str, torch.Tensor]:
         return _through_a_checkpoint(*given)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_such_a_device(ranks, tmp_path):
     offloaded = dict(offload=dict(optimizer="disk", gradients="cpu", path=str(tmp_path)))
     for number, fields in enumerate((dict(zero=2, precision="bf16"), dict(zero=3))):

@@ -41,6 +41,7 @@ def _trained(compiled: str, fields: dict[str, Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("3")
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_model_that_the_user_compiles_before_its_first_step(ranks, zero):

@@ -215,6 +215,7 @@ def _assert_close(found, expected, tolerance):
             assert error <= tolerance, f"{kind}: {name} differs by {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -250,6 +251,7 @@ def test_one_data_rank_beside_tensor_parallel_ranks(ranks):
     _assert_close(found[0], {kind: _train_alone(kind, torch.float32) for kind in ("synchronized", "super")}, 1e-5)
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline(ranks):
     kinds = ["super", "functional", "own", "on the instance", "instance"]
     fields = {"pp": 2, "micro_batches": 1, "pp_schedule": "gpipe", "recompute": "full"}

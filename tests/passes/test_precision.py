@@ -123,6 +123,7 @@ def _assert_close(found, autocast, tolerance):
             assert error <= tolerance, f"{kind}: {name} differs by {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

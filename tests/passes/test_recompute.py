@@ -35,6 +35,7 @@ def _compiled(fields: dict[str, Any]) -> tuple:
     return *losses, compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_compiled_blocks_compute_the_same(ranks, level):
     plain, losses, compiled = ranks(2, _compiled, dict(zero=level))[0]

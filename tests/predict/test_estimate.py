@@ -245,6 +245,7 @@ def _estimated_offload() -> RankEstimate:
     ).largest
 
 
+@pytest.mark.slow
 def test_what_is_offloaded(ranks):
     """Parameters and activations, too. What is under way to the disk is in buffers, which a real ledger sees."""
     real, estimated = ranks(2, _measured_offload)[0], ranks(1, _estimated_offload)[0]
@@ -271,6 +272,7 @@ def _of_files(directory: Path) -> tuple[int, int, ts.Plan]:
     return estimates[0].largest.peak_allocated, estimates[1].largest.peak_allocated, best.plan
 
 
+@pytest.mark.slow
 def test_a_model_in_files_is_estimated_as_its_constructor(ranks, tmp_path):
     pretrained_models.write("llama", tmp_path)
     ((peak, constructors, best),) = ranks(1, _of_files, tmp_path)

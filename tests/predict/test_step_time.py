@@ -134,6 +134,7 @@ def _numbers() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_estimates_agree_with_formulas(ranks):
     found = ranks(1, _numbers)[0]
     model = GPT(VOCABULARY, LENGTH, LAYERS, HEADS, WIDTH)

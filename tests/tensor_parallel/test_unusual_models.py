@@ -88,6 +88,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("tp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_they_train_as_one_process_does(ranks, plan):

@@ -61,6 +61,7 @@ def test_exact_plans(fields):
     assert ": exact, " in text and "gradients before clipping" in text and found.hash in text
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("labels shifted-zero3")
 @pytest.mark.parametrize(("fault", "plan"), [pytest.param(*case, id="-".join(case)) for case in CASES])
 def test_planted_faults(fault, plan):
@@ -90,6 +91,7 @@ def test_the_smallest_part_of_the_plan():
     assert {part.name: part.is_exact for part in found.parts}["without tp=2"]
 
 
+@pytest.mark.slow
 def test_the_page_and_the_dict(tmp_path):
     found = _verify(ts.Plan(zero=1), steps=1)
 

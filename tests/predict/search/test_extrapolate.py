@@ -158,6 +158,7 @@ def test_the_same_plans_are_found_with_and_without_extrapolation(monkeypatch):
     assert extrapolated.estimated <= every.estimated
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_all_of_its_blocks_is_estimated(monkeypatch):
     def broken(*_: Any) -> None:
         raise IndexError("block 13")
