@@ -150,7 +150,6 @@ class Engine(LoopMethods, StateMethods):
             enabled=watchdog is not False,
             patience=None if isinstance(watchdog, bool) else float(watchdog),
         )
-        self._replayed = False
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
         self._optimizer, self._owners, again = make_optimizer(optimizer, own_rules, sharded, plan, mesh)
@@ -269,9 +268,9 @@ class Engine(LoopMethods, StateMethods):
         """Runs forward and backward of a micro-batch twice and compares the bits. Nothing is changed.
 
         A processor or memory that returns a wrong number now and then is found so; see :mod:`.guards.replay`. The first
-        micro-batch is taken, all of them under a pipeline. It costs two forwards and backwards of it, the first call
-        some more. Every rank calls it, with a batch as for :meth:`step`. On GPUs, kernels that sum in no fixed order can
-        differ: set ``torch.use_deterministic_algorithms(True)``.
+        micro-batch is taken, all of them under a pipeline. It costs two forwards and backwards of it. Every rank
+        calls it, with a batch as for :meth:`step`. On GPUs, kernels that sum in no fixed order can differ: set
+        ``torch.use_deterministic_algorithms(True)``.
 
         Raises:
             ReplayMismatchError: some rank computed something else the second time, which the message names. Every rank
@@ -292,8 +291,7 @@ class Engine(LoopMethods, StateMethods):
         self._manual_loop.forget()
         self._finish_update()
         with self._call("replay"), self._cache.off():
-            compare_repeated(once, self.mesh.world_group, first_time=not self._replayed)
-        self._replayed = True
+            compare_repeated(once, self.mesh.world_group)
 
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
         self._changes.check()
