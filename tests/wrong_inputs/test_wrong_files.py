@@ -110,7 +110,7 @@ DATA: dict[str, Case] = {
     "fewer tokens than a window": (lambda f: TokenDataset(f.folder / "good.npy", 20), "holds 20 tokens", "need 21"),
     "a window of nothing": (lambda f: TokenDataset(f.folder / "good.npy", 0), "context_length is 0", "at least 1"),
     "an array of floats": (lambda f: TokenDataset(np.zeros(9), 4), "float64[9]", "array of integers"),
-    "a source that is none": (lambda f: TokenDataset(9, 4), "source is an int", "token file"),
+    "a source that is none": (lambda f: TokenDataset(9, 4), "source has the type int", "token file"),
     "tokens above the vocabulary": (
         lambda f: write_token_file(f.folder / "x", [np.array([9])], vocab_size=9), "from 9 to 9", "0 to 8"
     ),

@@ -29,7 +29,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             raise ValueError(f"context_length is {context_length}; expected at least 1.")
         if not isinstance(source, str | os.PathLike | TokenFile | np.ndarray):
             raise TypeError(
-                f"source is a {type(source).__name__}; expected a token file, its path, or an array of integers."
+                f"source has the type {type(source).__name__}; expected a token file, its path or an array of integers."
             )
         if isinstance(source, str | os.PathLike):
             source = TokenFile(source)

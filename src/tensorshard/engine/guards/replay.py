@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tensorshard.model.call_stack import users_line
 from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.operators import schema
 from tensorshard.torch_private.pytree import tree_leaves
 
 _FROM_OUTSIDE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem")
@@ -89,11 +90,12 @@ class Operations(TorchDispatchMode):
         others = repr([leaf for leaf in leaves if isinstance(leaf, int | float | complex | str | torch.dtype)])
         result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        writes = func._schema.is_mutable
+        described = schema(func)
+        writes = described.is_mutable
         if writes:
             given += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         outputs = [self._see(tensor) for tensor in given]
-        name = f"{func.namespace}.{func._schema.name.split('::')[1]}"
+        name = f"{func.namespace}.{described.name.split('::')[1]}"
         if func.namespace in _FROM_OUTSIDE:
             others = ""
         self.operations.append(_Operation(name, others, inputs, outputs, writes, users_line()))
