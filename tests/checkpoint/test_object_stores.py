@@ -7,6 +7,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import tensorshard as ts
 from tensorshard import cli
@@ -83,6 +84,39 @@ def _in_memory() -> None:
 
 def test_a_store_in_memory(ranks):
     ranks(1, _in_memory)
+
+
+class _WithoutRights(MemoryFileSystem):
+    """A bucket that may be read, and not written to."""
+
+    protocol = "readable"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        raise PermissionError(f"Access Denied: {path}")
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode != "rb":
+            raise PermissionError(f"Access Denied: {path}")
+        return super()._open(path, mode, **kwargs)
+
+
+def _without_rights() -> None:
+    fsspec.register_implementation("readable", _WithoutRights, clobber=True)
+    engine = _engine()
+    _step(engine)
+    with pytest.raises((OSError, RuntimeError), match=r"readable://bucket/step-1.*Access Denied"):
+        engine.save("readable://bucket/step-1")
+    with pytest.raises((OSError, RuntimeError), match=r"readable://bucket/step-1.*Access Denied"):
+        engine.save("readable://bucket/step-1", background=True)
+        engine.wait_for_save()
+    assert _WithoutRights.store == {} and engine.step_count == 1
+    _step(engine)
+
+
+def test_a_bucket_without_the_right_to_write(ranks):
+    ranks(1, _without_rights)
 
 
 def _in_s3() -> None:

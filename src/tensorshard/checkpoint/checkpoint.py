@@ -95,8 +95,10 @@ class CheckpointManager:
 
         try:
             file, staged = succeed_together(stage, self._group, "engine.save")
-        except Exception:
+        except Exception as error:
             writing.discard()
+            if isinstance(error, OSError):
+                raise OSError(f"engine.save could not write {target}, {_left(target)}: {error}") from error
             raise
         return BackgroundSave(
             str(target),
