@@ -51,12 +51,13 @@ data = {"train": LazyCall(Sums)()}
 class Net(torch.nn.Module):
     """A layer, dropout, and another layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
+        self.dropout = dropout
         self.inlet, self.outlet = torch.nn.Linear(4, 64), torch.nn.Linear(64, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outlet(torch.dropout(torch.relu(self.inlet(x)), 0.1, self.training))
+        return self.outlet(torch.dropout(torch.relu(self.inlet(x)), self.dropout, self.training))
 
 
 class Sums(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

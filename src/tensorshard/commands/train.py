@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
             if args.profile_memory:
                 config.train.profile_memory = True
         given = args.output or config.train.get("output_dir")
-        if given and args.resume is None and world is not None:
+        if given and args.resume is None and world is not None and world.nnodes == 1:  # a host may come back
             check_holds_no_run(given)
     if options := _options(args):
         with open_dict(config):

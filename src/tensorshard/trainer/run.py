@@ -55,7 +55,7 @@ from tensorshard.trainer.report import print_opening, print_summary, resume_comm
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.session_record import Session, write_session
 from tensorshard.trainer.settings import TrainSettings
-from tensorshard.trainer.start import Start, find_start, note_start, write_config
+from tensorshard.trainer.start import Start, begun_anywhere, find_start, note_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text
 from tensorshard.trainer.trainer import Trainer
 
@@ -98,7 +98,8 @@ def run(
     settings = TrainSettings.from_config(config)
     sample = TextSettings.from_config(config.sample) if config.get("sample") else None
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
-    start = decide_once(lambda: find_start(config, settings, resume, output), world_group())
+    begun = begun_anywhere(world_group())
+    start = decide_once(lambda: find_start(config, settings, resume, output, begun), world_group())
     if os.environ.get("LOCAL_RANK", "0") == "0":
         note_start(start)
 

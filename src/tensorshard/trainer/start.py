@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from tensorshard.config import ConfigError, save_config, to_yaml
@@ -33,7 +34,13 @@ class Start:
     named: bool = False
 
 
-def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, output: str | None) -> Start:
+def find_start(
+    config: DictConfig,
+    settings: TrainSettings,
+    resume: str | None,
+    output: str | None,
+    begun: RunDirectory | None = None,
+) -> Start:
     """Finds or makes the directory of a run, and the checkpoint that it is to continue from.
 
     Nothing that is there is changed. One rank does this for all.
@@ -43,17 +50,17 @@ def find_start(config: DictConfig, settings: TrainSettings, resume: str | None, 
         settings: its ``train`` section.
         resume: a checkpoint, ``"latest"``, or None to begin anew.
         output: the run's directory; wins over ``train.output_dir``.
+        begun: where this run wrote before its workers were started again, see :func:`begun_anywhere`.
 
     Raises:
         ConfigError: the directory holds a run already, or there is nothing to resume from.
     """
     given = output or settings.output_dir
     directory = RunDirectory(Path(given)) if given else None
-    if is_restart():
-        begun = _begun() or directory
-        if begun is not None and begun.path.is_dir():
-            newest = begun.newest_checkpoint()
-            return _started(begun, newest or (Path(resume) if resume not in (None, LATEST) else None))
+    begun = begun or (directory if is_restart() else None)
+    if begun is not None and begun.path.is_dir():
+        newest = begun.newest_checkpoint()
+        return _started(begun, newest or (Path(resume) if resume not in (None, LATEST) else None))
     name = _run_name(config)
     if resume is None:
         if directory is None:
@@ -89,10 +96,19 @@ def note_start(start: Start) -> None:
         Path(os.environ[RUN_FILE]).write_text(str(start.directory.path))
 
 
-def _begun() -> RunDirectory | None:
-    """Where the workers wrote that are gone, if it was noted on this machine."""
+def begun_anywhere(group: dist.ProcessGroup) -> RunDirectory | None:
+    """Where workers wrote that are gone, if it was noted on any machine. A machine may be new, or have come back.
+
+    A collective of `group`. Workers that are started again as a machine has joined count as no restart of the others.
+    """
     file = Path(os.environ[RUN_FILE]) if RUN_FILE in os.environ else None
-    return RunDirectory(Path(file.read_text())) if file is not None and file.is_file() else None
+    own = file.read_text() if file is not None and file.is_file() else None
+    everyone: list[str | None] = [own]
+    if group.size() > 1:
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, own, group=group)
+    noted = next((path for path in everyone if path is not None), None)
+    return None if noted is None else RunDirectory(Path(noted))
 
 
 def _none_to_resume_from(directory: RunDirectory) -> str:

@@ -229,7 +229,8 @@ class _Streams(LogsSpecs):
         streams = LogsDest()
         if self._starts:
             self._tell_restart([int(env["RANK"]) for env in envs.values()])
-            Path(self._environment.get(STORE_FILE, "")).unlink(missing_ok=True)  # of the workers that are gone
+            if STORE_FILE in self._environment:
+                Path(self._environment[STORE_FILE]).unlink(missing_ok=True)  # of the workers that are gone
         self._starts += 1
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
@@ -274,6 +275,8 @@ def worker_environment(nproc: int) -> dict[str, str]:
 def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)  # read by LaunchConfig
     alone = world.is_alone
+    if not alone:  # else a machine that comes back is never told where the store of the new round is
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     meeting = "static" if world.node_rank is not None else "c10d"
     return LaunchConfig(
         min_nodes=world.nnodes if world.min_nodes is None else world.min_nodes,
