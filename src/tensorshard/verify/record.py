@@ -197,7 +197,7 @@ class TorchSource:
                 self._optimizers.append(optimizer)
             was_noted = bool(taken) and not is_idle[0]
             note(idle=_updates_nothing(optimizer))
-            if was_noted and step.clipped is None:
+            if was_noted and step.clipped is None and not _is_deepspeed(self._model):  # whose gradients are gone by now
                 step.clipped = _length(self.gradients()) / taken[0] if taken[0] else 1.0
 
         with watched_clipping(note_clipping), _watched_deepspeed(self._model, note):
@@ -271,10 +271,14 @@ def _updates_nothing(optimizer: Optimizer) -> bool:
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
+def _is_deepspeed(model: nn.Module) -> bool:
+    return hasattr(model, "allreduce_gradients") and hasattr(model, "step")
+
+
 @contextmanager
 def _watched_deepspeed(model: nn.Module, note: Callable[[], None]) -> Iterator[None]:
     """Inside, `note` is called before the update of a DeepSpeed engine, which may keep no gradients after it."""
-    if not hasattr(model, "allreduce_gradients") or not hasattr(model, "step"):
+    if not _is_deepspeed(model):
         yield
         return
     engine: Any = model
