@@ -131,7 +131,7 @@ def allowed(
 ) -> float:
     """How far a tensor may be from `expected`, whose changes have the size of `scale`."""
     dtype = expected.dtype if expected.is_floating_point() else torch.float32
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    largest = float(expected.double().abs().max()) if expected.numel() else 0.0
     share = _RELATIVE.get(dtype, 2e-5) if relative is None else relative
     return share * scale + _ULPS * torch.finfo(dtype).eps * largest * 1e-1 + factor * noise
 
