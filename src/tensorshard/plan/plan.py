@@ -160,14 +160,14 @@ class Plan:
             if known != world_size:
                 raise ValueError(
                     f"the plan's degrees ({product}) multiply to {known}, but the number of processes is {world_size}; "
-                    f"start {known} processes, with torchrun --nproc-per-node {known} or tensorshard's --nproc {known}, "
+                    f"start {known} processes with torchrun --nproc-per-node {known} or tensorshard's --nproc {known}, "
                     f"or set dp_shard=-1 to let it take what the other axes leave"
                 )
             return self._with_pipeline_checked()
         if world_size % known:
             raise ValueError(
                 f"{free}=-1 cannot be inferred: the number of processes, {world_size}, does not divide by the other "
-                f"axes ({product}, together {known}); start a multiple of {known} processes, with "
+                f"axes ({product}, together {known}); start a multiple of {known} processes with "
                 f"torchrun --nproc-per-node {known} or tensorshard's --nproc {known}, or change a degree"
             )
         return replace(self, **{free: world_size // known})._with_pipeline_checked()
