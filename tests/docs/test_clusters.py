@@ -3,11 +3,9 @@
 import contextlib
 import io
 import os
-import random
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 from importlib import util
@@ -17,6 +15,7 @@ import pytest
 import yaml
 
 from pages import Block, blocks
+from tensorshard.trainer.launch.local_world import free_port
 
 _BLOCKS = blocks("docs/clusters.md")
 _SECONDS = 300
@@ -33,15 +32,6 @@ def folder(tmp_path: Path) -> Path:
     for name in ("train.py", "with_ray.py"):
         (tmp_path / name).write_text(_block("python", f"# {name}").code)
     return tmp_path
-
-
-def _free_port() -> int:
-    """A port that no test beside this one is given: the system takes those that it chooses itself from 32768 on."""
-    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("100 ports between 20000 and 30000 are in use")
 
 
 def _together(commands: list[list[str]], folder: Path, environments: list[dict[str, str]]) -> str:
@@ -99,7 +89,7 @@ def test_two_machines(folder, ranks):
     """Two agents on one machine, each with one process, by the page's line."""
     text = shlex.join(_torchrun_lines()[0])
     text = text.replace("--nproc-per-node 8", "--nproc-per-node 1 --local-addr 127.0.0.1")
-    words = shlex.split(text.replace("host0:29500", f"127.0.0.1:{_free_port()}"))
+    words = shlex.split(text.replace("host0:29500", f"127.0.0.1:{free_port()}"))
     command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     said = _together([command, command], folder, [{}, {}])
     (folder / "checkpoints" / "step-4").rename(folder / "theirs")
@@ -111,7 +101,7 @@ def test_ranks_by_the_scheduler(folder, ranks):
     """Slurm's other way: no torchrun, the scheduler's numbers as ranks."""
     line = next(line for block in _BLOCKS for line in block.code.splitlines() if line.startswith("srun bash"))
     started = shlex.split(line)[-1].replace("python", shlex.quote(sys.executable))
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "SLURM_NTASKS": "2"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
     tasks = [{**meet, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     said = _together([["bash", "-c", started]] * 2, folder, tasks)
     (folder / "checkpoints" / "step-4").rename(folder / "theirs")

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.world import join_world
 from tensorshard.common.kinds import kind_of
 from tensorshard.trainer.launch.notebook import notebook_launch
 from tensorshard.verify.compare import compare
@@ -150,8 +150,7 @@ def disturb(model: nn.Module, eps: float | None = None) -> None:
 def _on_rank(
     function: Layout, steps: int, shapes: dict[str, torch.Size], gather: Gather | None, rename: Callable[[str], str]
 ) -> Record:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    join_world(torch.device("cpu"))
     model, take_step = _built(function)
     source = TorchSource(model, shapes=shapes, gather=gather, rename=rename)
     return record(source, model, take_step, steps, rename)

@@ -5,6 +5,7 @@ there. A single machine needs no rendezvous with others. So the agent keeps its 
 have theirs in a file that only this user can open.
 """
 
+import random
 import socket
 import sys
 from pathlib import Path
@@ -83,6 +84,12 @@ def local_environment(scratch: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port where nothing listens. It lies below those that systems hand out by themselves, which could take it."""
+    chance = random.SystemRandom()  # not the module's: a user's seed would make all runs of a machine ask for the same
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind((_LOOPBACK, chance.randrange(20_000, 32_768)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
