@@ -201,6 +201,7 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("(2, {'tp': 2})")
 @pytest.mark.parametrize("layout", [*LAYOUTS, (2, dict(tp=2)), (2, dict(pp=2, micro_batches=2))], ids=str)
 def test_weights_of_a_callable_are_those_of_its_seeded_constructor(ranks, layout):

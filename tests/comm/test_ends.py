@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch
 
 from tensorshard.comm.world import wait_for_threads
@@ -22,6 +23,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_process_waits_once_and_keeps_its_exit_code() -> None:
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (3, "waited\n"), ended.stderr

@@ -107,6 +107,7 @@ def test_a_step_that_failed_on_every_rank_is_as_if_it_had_not_been(ranks, fields
         assert interrupted == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -154,6 +155,7 @@ def _dropped_at_once(zero: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_engines_can_follow_each_other(ranks, zero):
     for losses in ranks(2, _dropped_at_once, zero):

@@ -74,6 +74,7 @@ def test_a_step_at_64_ranks(ranks, level):
     assert found["states"] < 2 * NUMEL / 10 if level > 0 else found["states"] == 2 * NUMEL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "schedule"), [pytest.param(1, "1f1b", marks=pytest.mark.slow), (3, "zbv")])
 def test_a_step_of_a_pipeline_at_64_ranks(ranks, level, schedule):
     fields = dict(pp=2, tp=2, zero=level, micro_batches=4, pp_schedule=schedule, clip_grad_norm=1.0)
@@ -83,6 +84,7 @@ def test_a_step_of_a_pipeline_at_64_ranks(ranks, level, schedule):
     assert found["with_states"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "level", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
 )

@@ -49,6 +49,7 @@ _SPLIT: list[dict[str, Any]] = [dict(tp=2), dict(zero=3), dict(zero=1, precision
 _FULL: list[dict[str, Any]] = [dict(zero=0, precision="bf16")]
 
 
+@pytest.mark.slow
 def test_state_dicts_by_hand(ranks):
     found = ranks(2, _loaded_by_hand, [*_SPLIT, *_FULL])[0]
     for fields, (refused, loaded, expected, wrong) in zip([*_SPLIT, *_FULL], found, strict=True):

@@ -164,6 +164,7 @@ def _load(fields: dict[str, Any], folder: str) -> Any:
     return _steps(engine, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("zero2-tp", "plain-zero2")
 @pytest.mark.parametrize(
     ("written", "read"),

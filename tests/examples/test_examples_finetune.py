@@ -5,6 +5,7 @@ import pytest
 from scripts import run_example
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "size", "options"),
     [

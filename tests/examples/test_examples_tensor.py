@@ -48,6 +48,7 @@ def test_imagenet_resumes(ranks, tmp_path, saving, options, other):
         assert printed.splitlines()[-1] == validation or "--amp" in options
 
 
+@pytest.mark.slow
 def test_imagenet_reads_a_folder(ranks, tmp_path):
     for part, number in (("train", 4), ("val", 3)):
         for label, color in enumerate([(255, 0, 0), (0, 255, 0)]):

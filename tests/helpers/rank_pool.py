@@ -23,7 +23,7 @@ _IMPORTED_ONCE = [
     "torch.distributed.pipelining",
     "torch._dynamo",
     "torch.testing",
-    "tensorshard",
+    "tensorshard.parallelize.parallelize",
     "transformers.modeling_utils",
 ]
 

@@ -55,7 +55,6 @@ def _train(key: str, plan: str, dtype: torch.dtype) -> Trained:
 
 
 @pytest.mark.fast_cases(
-    "plain/nanoGPT-tp",
     "plain/nanoGPT-pp",
     "plain/spectral-norm-hook-zero3",
     "plain/vector-quantisation-full",

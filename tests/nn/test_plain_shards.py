@@ -135,6 +135,7 @@ def _load_anothers() -> None:
     layer.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_another_ranks_shards_are_refused(ranks):
     with pytest.raises(RankError, match="weight holds part 0 of 2, saved by another rank; this one has part 1 of 2"):
         ranks(2, _load_anothers)

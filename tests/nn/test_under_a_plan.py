@@ -57,6 +57,7 @@ def _train(path: str, split: bool, first: int, fields: dict) -> dict[str, torch.
     return engine.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "zero"), [pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (4, 3)]
 )

@@ -150,6 +150,7 @@ def test_an_update_that_fails_is_told_until_a_step_has_stopped(ranks, tmp_path):
     assert after == "nothing"
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_its_last_update_and_shows_its_error():
     program = """
 import time

@@ -103,6 +103,7 @@ def _both_off_device(cases: list[dict[str, Any]], offload: dict[str, Any]) -> li
 OFF_DEVICE = [*TWO[:2], dict(zero=2, precision="bf16", micro_batches=2, clip_grad_norm=0.5, reduce_dtype="bf16")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "cases"), [(1, [*ONE, dict(micro_batches=2)]), (2, OFF_DEVICE)])
 def test_the_same_from_a_device_whose_memory_is_not_the_hosts(ranks, tmp_path, world_size, cases):
     offload = dict(optimizer="cpu", gradients="disk", path=str(tmp_path))

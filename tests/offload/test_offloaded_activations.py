@@ -97,6 +97,7 @@ def test_losses_and_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_
     _check(ranks(world_size, _compare, cases, dict(activations="disk", path=str(tmp_path))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "cases", "offload"),
     [(1, ONE, dict(activations="cpu")), (2, TWO[:1], dict(activations="disk", optimizer="cpu", gradients="cpu"))],

@@ -98,6 +98,7 @@ def _train(kind: type[nn.Module], fields: dict[str, Any]) -> tuple[list[float], 
     return [engine.step(*step).item() for step in steps], engine.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("DiffusionTransformer-fields0")
 @pytest.mark.parametrize(
     ("kind", "fields"),

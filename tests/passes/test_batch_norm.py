@@ -232,6 +232,7 @@ def test_a_norms_own_forward_runs_on_the_statistics_of_all_ranks(ranks, fields):
     _assert_close(found[0], expected, 1e-9)
 
 
+@pytest.mark.slow
 def test_the_same_in_fp32(ranks):
     found = ranks(2, _train_under, list(NORMS), {"zero": 3}, torch.float32)
     _assert_close(found[0], {kind: _train_alone(kind, torch.float32) for kind in NORMS}, 1e-5)

@@ -38,6 +38,7 @@ def _check(ranks, kind, world, fields, backend, steps):
     assert compiled
 
 
+@pytest.mark.slow
 def test_what_lies_between_split_layers_is_compiled(ranks):
     # Without code generation, nor autograd's tracing, which take their time.
     _check(ranks, "gpt", 2, dict(tp=2, sequence_parallel=True), "eager", 2)

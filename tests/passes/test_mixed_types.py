@@ -213,6 +213,7 @@ class Hidden(Mixing):
         return getattr(F, "layer" + "_norm")(h, h.shape[-1:], self.gamma, self.beta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(zero=3), dict(pp=2, zero=0, micro_batches=2)], ids=str)
 def test_an_error_of_types_names_the_module(ranks, fields):
     with pytest.raises(RankError, match=r"module 'blocks.0.1' \(Hidden\) .*precision='bf16'"):

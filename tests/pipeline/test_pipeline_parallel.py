@@ -107,6 +107,7 @@ def _initial(build: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
     return engine.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [pytest.param(partial(GPT, 61, 16, 2, 2, 30, tie_embeddings=True), marks=pytest.mark.slow), None]
 )

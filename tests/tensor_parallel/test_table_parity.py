@@ -113,6 +113,7 @@ def test_an_automatic_table_computes_what_one_process_does(ranks, kind):
         assert_same(result, whole_run(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)]
 )

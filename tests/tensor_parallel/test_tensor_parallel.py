@@ -58,6 +58,7 @@ def test_bf16_within_the_spread_of_reduction_orders(ranks):
     torch.testing.assert_close(torch.tensor(two["losses"]), torch.tensor(one["losses"]), rtol=2e-3, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "world_size", "fields"),

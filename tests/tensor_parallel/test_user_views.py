@@ -136,6 +136,7 @@ def test_a_penalty(ranks, penalty, own_loop):
     assert max(ranks(2, penalize, penalty, dict(tp=2), own_loop)[0]) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -13,6 +13,7 @@ from tensorshard.trainer import memory
 from tensorshard.trainer.memory import PeakMemory
 
 
+@pytest.mark.slow
 def test_the_peak_remembers_what_was_freed_until_it_is_reset() -> None:
     """In a process of its own: what earlier tests freed and an allocator kept would be used again here."""
     script = """if True:

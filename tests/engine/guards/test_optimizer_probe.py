@@ -120,6 +120,7 @@ def _operators(make: Any) -> int:
     return counter.operators
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make, most", [(optimizers.Lion, 5000), (optimizers.Shampoo, 8000)])
 def test_it_costs_little(ranks, make, most):
     assert max(ranks(2, _operators, make)) < most  # of 200 parameters; 0.05 s

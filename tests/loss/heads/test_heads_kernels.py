@@ -32,6 +32,7 @@ def _sgd(**options: Any) -> dict[str, Any]:
     return {"update": dict(lr=0.1, momentum=0.9, weight_decay=0.01, **options)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -102,6 +102,7 @@ class _Classifier(nn.Module):
         return self.head(self.body(x), targets)
 
 
+@pytest.mark.slow
 def test_initial_weights_of_a_callable_do_not_depend_on_the_plan(ranks):
     """No rank holds all classes of what its constructor asked for, and the whole world is not a group of its own."""
     alone = ranks(1, _of_a_callable, dict())[0]

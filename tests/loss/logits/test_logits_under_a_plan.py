@@ -284,5 +284,6 @@ def _an_estimate_sees_that_they_are_not_held() -> None:
     assert peaks["whole"] - peaks["tiled"] > 1.5 * logits
 
 
+@pytest.mark.slow
 def test_an_estimate_sees_that_they_are_not_held(ranks):
     ranks(1, _an_estimate_sees_that_they_are_not_held)

@@ -71,7 +71,14 @@ def _first_block_is_wider() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("build", "sequence_parallel"), [(MODEL, False), (MODEL, True), (_first_block_is_wider, True)])
+@pytest.mark.parametrize(
+    ("build", "sequence_parallel"),
+    [
+        pytest.param(MODEL, False, marks=pytest.mark.slow),
+        pytest.param(MODEL, True, marks=pytest.mark.slow),
+        (_first_block_is_wider, True),
+    ],
+)
 def test_the_table_is_found_with_a_few_blocks(build, sequence_parallel):
     problem, names = _problem(build), equal_blocks(build())
     search_table(problem, 2, 2, names, sequence_parallel=sequence_parallel)

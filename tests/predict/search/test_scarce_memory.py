@@ -37,6 +37,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

@@ -69,6 +69,7 @@ def test_a_layer_that_needs_a_full_matrix_gets_one():
     assert check._made is not None and not check._made.is_compact
 
 
+@pytest.mark.slow
 def test_a_search_takes_little_more_than_the_largest_tensor():
     def table(rows: int) -> nn.Module:
         with torch.device("meta"):
