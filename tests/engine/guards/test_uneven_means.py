@@ -11,6 +11,7 @@ from torch import nn
 import pretrained_models
 import tensorshard as ts
 from log_lines import logged
+from pages import blocks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 CLASSES, LENGTH, SAMPLES = 7, 6, 8
@@ -171,6 +172,37 @@ def _without_labels() -> str:
     with pytest.raises(TypeError) as error:
         engine.step({"input_ids": _labelled()[0]}, _labelled()[1])
     return str(error.value)
+
+
+def _train_two_means(fields: dict[str, Any]) -> tuple[list[float], torch.Tensor | None, list[str]]:
+    """Losses and weights with the loss of docs/coupled-losses.md, and what is said meanwhile."""
+    (page,) = (block.code for block in blocks("docs/coupled-losses.md") if "def loss_of_two_means" in block.code)
+    names: dict[str, Any] = {"torch": torch, "F": F, "ts": ts}
+    exec(page[: page.index("engine =")], names)
+    engine = ts.parallelize(
+        nn.Linear(4, CLASSES + 1), ts.Plan(**fields), optimizer=SGD, loss_fn=names["loss_of_two_means"], seed=0
+    )
+    names["group"] = engine.mesh.dp_group
+    generator = torch.Generator().manual_seed(1)
+    with logged() as said:
+        losses = []
+        for step in range(3):
+            inputs, labels = _batch()
+            boxes = torch.randn(SAMPLES, LENGTH, generator=generator)
+            boxes[step : step + 3] = torch.nan
+            mine = slice(engine.mesh.dp_rank, None, engine.mesh.dp_size)
+            losses.append(float(engine.step(inputs[mine], (labels[mine], boxes[mine]))))
+    return losses, engine.full_state_dict().get("weight"), said
+
+
+@pytest.mark.parametrize("fields", [{}, {"zero": 3}, {"tp": 2}], ids=str)
+def test_a_loss_of_two_means_as_the_page_writes_it(ranks, fields):
+    ((expected, weight, _),) = ranks(1, _train_two_means, {})
+    trained = ranks(2, _train_two_means, fields)
+    torch.testing.assert_close(trained[0][1], weight)
+    for losses, _, said in trained:
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert not said
 
 
 def test_a_model_without_labels_is_told_of_them(ranks):
