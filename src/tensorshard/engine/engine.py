@@ -267,9 +267,9 @@ class Engine(LoopMethods, StateMethods):
     def replay(self, inputs: Any, targets: Any) -> None:
         """Runs forward and backward of a micro-batch twice and compares the bits. Nothing is changed.
 
-        A processor or memory that returns a wrong number now and then is found so; see :mod:`.guards.replay`. The first
-        micro-batch is taken, all of them under a pipeline. It costs two forwards and backwards of it. Every rank
-        calls it, with a batch as for :meth:`step`. On GPUs, kernels that sum in no fixed order can differ: set
+        A processor or memory that returns a wrong number now and then is found so. The first micro-batch is taken, all
+        of them under a pipeline. It costs two forwards and backwards of it. Every rank calls it, with a batch as for
+        :meth:`step`. On GPUs, kernels that sum in no fixed order can differ: set
         ``torch.use_deterministic_algorithms(True)``.
 
         Raises:
