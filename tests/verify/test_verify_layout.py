@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tensorshard as ts
+from tensorshard.trainer.launch.launch_errors import RankFailedError
 from tensorshard.verify.culprit import nearest
 
 Layout = Callable[[], tuple[nn.Module, Callable[[int], Any]]]
@@ -150,7 +151,8 @@ def test_parts_that_a_function_gathers():
     layer = _halves()
 
     assert ts.verify_layout(layer, layer, ranks=2, gather=_gather)
-    with pytest.raises(Exception, match=r"'weight' has the shape \[2, 8\] on rank \d and \[4, 8\] in the reference"):
+    said = r"'weight' has the shape \[2, 8\] on rank \d and \[4, 8\] in the reference"
+    with pytest.raises(RankFailedError, match=said):
         ts.verify_layout(layer, layer, ranks=2)
 
 
@@ -159,7 +161,7 @@ def test_wrong_arguments():
         ts.verify_layout(layout(), nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ranks is 0; it must be a number from 1 on"):
         ts.verify_layout(layout(), layout(), ranks=0)
-    with pytest.raises(Exception, match=r"returned a Linear; it must return \(model, step\)"):
+    with pytest.raises(RankFailedError, match=r"returned a Linear; it must return \(model, step\)"):
         ts.verify_layout(partial(nn.Linear, 2, 2), layout())  # type: ignore[arg-type]
 
 

@@ -59,8 +59,9 @@ def verify_layout(
         The verdict: true if all agree. ``describe()`` says it in a few lines, ``culprit`` what went wrong first.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense; a function returns something else; a tensor is not whole.
-        RankFailedError: a function raised an error, which it holds.
+        TypeError, ValueError: an argument makes no sense.
+        RankFailedError: a function raised an error, returned something else, or has a tensor that is not whole. The
+            message says which, with the traceback of the rank.
         TimeoutError: it took longer than `timeout`; ranks that wait for each other do.
 
     Examples:
