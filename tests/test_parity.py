@@ -202,7 +202,6 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.slow
-@pytest.mark.fast_cases("(2, {'tp': 2})")
 @pytest.mark.parametrize("layout", [*LAYOUTS, (2, dict(tp=2)), (2, dict(pp=2, micro_batches=2))], ids=str)
 def test_weights_of_a_callable_are_those_of_its_seeded_constructor(ranks, layout):
     world_size, fields = layout

@@ -1,15 +1,14 @@
 """Runs a module on new rank processes, with the environment that torchrun would give them."""
 
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
+
+from tensorshard.trainer.launch.local_world import free_port
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 30  # lines of a failed rank's log that the error has
@@ -40,7 +39,7 @@ def run_ranks(
         "LOCAL_WORLD_SIZE": str(world_size),
         "TENSORSHARD_PROCESS_SETTINGS": "1",  # these processes are ranks and nothing else
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         **environment,
     }
     command = [sys.executable, "-m", module, *arguments]
@@ -83,12 +82,3 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], ti
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-
-
-def _free_port() -> int:
-    """A free port below those that systems give to connections, one of which may take it before the ranks listen."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

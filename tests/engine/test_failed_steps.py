@@ -112,8 +112,8 @@ def test_a_step_that_failed_on_every_rank_is_as_if_it_had_not_been(ranks, fields
     "fields",
     [
         dict(zero=1),
-        pytest.param(dict(zero=3), marks=pytest.mark.slow),
-        pytest.param(dict(dp_replicate=2, zero=2), marks=pytest.mark.slow),
+        dict(zero=3),
+        dict(dp_replicate=2, zero=2),
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ def test_a_step_at_64_ranks(ranks, level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "schedule"), [pytest.param(1, "1f1b", marks=pytest.mark.slow), (3, "zbv")])
+@pytest.mark.parametrize(("level", "schedule"), [(1, "1f1b"), (3, "zbv")])
 def test_a_step_of_a_pipeline_at_64_ranks(ranks, level, schedule):
     fields = dict(pp=2, tp=2, zero=level, micro_batches=4, pp_schedule=schedule, clip_grad_norm=1.0)
     found = ranks(1, _gpt, fields)[0]
@@ -85,9 +85,7 @@ def test_a_step_of_a_pipeline_at_64_ranks(ranks, level, schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "level", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
-)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_hybrid_step_at_8_times_8_ranks(ranks, level):
     fields = dict(dp_replicate=8, zero=level, micro_batches=2, clip_grad_norm=1.0, recompute="selective")
     found = ranks(1, _gpt, fields)[0]

@@ -165,7 +165,6 @@ def _load(fields: dict[str, Any], folder: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.fast_cases("zero2-tp", "plain-zero2")
 @pytest.mark.parametrize(
     ("written", "read"),
     [

@@ -10,9 +10,9 @@ from scripts import run_example
     ("task", "size", "options"),
     [
         ("causal", 2, ["--zero", "3"]),
-        pytest.param("causal", 4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.slow),
-        pytest.param("classifier", 2, ["--tp", "2"], marks=pytest.mark.slow),
-        pytest.param("classifier", 4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.slow),
+        ("causal", 4, ["--tp", "2", "--pp", "2"]),
+        ("classifier", 2, ["--tp", "2"]),
+        ("classifier", 4, ["--tp", "2", "--pp", "2"]),
     ],
 )
 def test_every_plan_ends_with_the_same_figures(ranks, tmp_path, task, size, options):

@@ -58,9 +58,7 @@ def _train(path: str, split: bool, first: int, fields: dict) -> dict[str, torch.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "zero"), [pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (4, 3)]
-)
+@pytest.mark.parametrize(("world", "zero"), [(2, 0), (4, 1), (4, 3)])
 def test_training_saving_and_loading(ranks, tmp_path, world, zero):
     """Weights, clipping and checkpoints are those of the model that is not parallel, which reads them."""
     path = str(tmp_path / "step")

@@ -88,7 +88,6 @@ TWO = [
 
 
 @pytest.mark.slow
-@pytest.mark.slow_cases("1-cases0")
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
 def test_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
     offload = dict(optimizer="disk", gradients="disk", path=str(tmp_path))

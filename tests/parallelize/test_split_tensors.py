@@ -99,7 +99,6 @@ def _train(kind: type[nn.Module], fields: dict[str, Any]) -> tuple[list[float], 
 
 
 @pytest.mark.slow
-@pytest.mark.slow_cases("DiffusionTransformer-fields0")
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

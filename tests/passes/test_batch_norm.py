@@ -219,9 +219,9 @@ def _assert_close(found, expected, tolerance):
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"zero": 0}, marks=pytest.mark.slow),
-        pytest.param({"zero": 3, "recompute": "full"}, marks=pytest.mark.slow),
-        pytest.param({"zero": 2, "recompute": "selective"}, marks=pytest.mark.slow),
+        {"zero": 0},
+        {"zero": 3, "recompute": "full"},
+        {"zero": 2, "recompute": "selective"},
         {"dp_replicate": 2, "dp_shard": 1},
     ],
     ids=str,

@@ -108,9 +108,7 @@ def _initial(build: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "build", [pytest.param(partial(GPT, 61, 16, 2, 2, 30, tie_embeddings=True), marks=pytest.mark.slow), None]
-)
+@pytest.mark.parametrize("build", [partial(GPT, 61, 16, 2, 2, 30, tie_embeddings=True), None])
 def test_initial_weights_do_not_depend_on_the_pipeline(ranks, build):
     alone = ranks(1, _initial, build, dict())[0]
     for world, fields in ((2, dict(pp=2, micro_batches=2)), (4, dict(pp=2, tp=2, micro_batches=2))):

@@ -114,9 +114,7 @@ def test_an_automatic_table_computes_what_one_process_does(ranks, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "t5"])
 def test_four_ranks(ranks, kind):
     found = find_tensor_plan(build(kind), 4)
     for result in ranks(4, split_run, kind, found.plan.to_dict(), found.shared_inputs):

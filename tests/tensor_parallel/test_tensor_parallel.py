@@ -59,12 +59,12 @@ def test_bf16_within_the_spread_of_reduction_orders(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("kind", "world_size", "fields"),
     [
-        pytest.param("llama", 4, dict(tp=2, zero=3), marks=pytest.mark.slow),
-        pytest.param("bert", 4, dict(tp=2, zero=1, micro_batches=2), marks=pytest.mark.slow),
+        ("llama", 4, dict(tp=2, zero=3)),
+        ("bert", 4, dict(tp=2, zero=1, micro_batches=2)),
         ("gpt_101", 4, dict(tp=4)),
     ],
     ids=str,

@@ -142,7 +142,7 @@ def test_a_penalty(ranks, penalty, own_loop):
     [
         dict(tp=2, sequence_parallel=True),
         dict(tp=2, recompute="full", micro_batches=2),
-        pytest.param(dict(tp=2, compile=True), marks=pytest.mark.slow),
+        dict(tp=2, compile=True),
     ],
     ids=str,
 )

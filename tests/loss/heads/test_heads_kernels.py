@@ -36,15 +36,10 @@ def _sgd(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"label_smoothing": 0.1, "z_loss": 1e-3}, marks=pytest.mark.slow),
+        {"label_smoothing": 0.1, "z_loss": 1e-3},
         {"class_weight": torch.linspace(0.5, 2, 37), "label_smoothing": 0.1, "bias": True, **_sgd()},
-        pytest.param(
-            {"margin": ArcFace(), "scale": 8.0, **_sgd(momentum_dtype="bf16"), "dtype": torch.bfloat16},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {**_sgd(momentum_dtype="int8"), "dtype": torch.bfloat16, "sample_rate": 0.5}, marks=pytest.mark.slow
-        ),
+        {"margin": ArcFace(), "scale": 8.0, **_sgd(momentum_dtype="bf16"), "dtype": torch.bfloat16},
+        {**_sgd(momentum_dtype="int8"), "dtype": torch.bfloat16, "sample_rate": 0.5},
     ],
 )
 def test_compiled_is_the_same(options, monkeypatch):

@@ -1,6 +1,7 @@
 """Two hosts, in network namespaces of this machine: one is killed, and the run ends as the undisturbed one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,11 @@ from tensorshard.weights.files.checkpoint_files import read_tensors
 
 pytestmark = pytest.mark.slow
 
-_HOSTS = {"tensorshard-a": "10.77.0.1", "tensorshard-b": "10.77.0.2"}
+_ETC = Path("/etc/netns")  # of the files that a namespace sees in /etc
+_MEETING, _OTHER = (
+    f"tensorshard-{os.getpid()}-{letter}" for letter in "ab"
+)  # another process may run such a test, too
+_HOSTS = {_MEETING: "10.77.0.1", _OTHER: "10.77.0.2"}
 
 
 def _ip(*words: str) -> bool:
@@ -34,7 +39,7 @@ def hosts() -> Iterator[list[str]]:
             pytest.skip("needs iproute2 and the right to make network namespaces")
         assert _ip("link", "add", "cable-a", "netns", first, "type", "veth", "peer", "name", "cable-b", "netns", second)
         for name, cable in zip(names, ("cable-a", "cable-b"), strict=True):
-            folder = Path("/etc/netns") / name
+            folder = _ETC / name
             folder.mkdir(parents=True, exist_ok=True)
             lines = [f"{address} {other}\n" for other, address in _HOSTS.items()]
             (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
@@ -45,9 +50,7 @@ def hosts() -> Iterator[list[str]]:
         for name in names:
             _kill(name)
             _ip("netns", "del", name)
-            (Path("/etc/netns") / name / "hosts").unlink(missing_ok=True)
-            if (Path("/etc/netns") / name).is_dir():
-                (Path("/etc/netns") / name).rmdir()
+            shutil.rmtree(_ETC / name, ignore_errors=True)
 
 
 def _kill(host: str) -> None:
@@ -68,7 +71,7 @@ def _start(host: str, folder: Path, output: str, *options: str) -> subprocess.Po
         "killed_runs",
         "model.dropout=0",
     ]
-    process = ["--output", str(folder / output), "--nproc", "2", "--rdzv-endpoint", "tensorshard-a:29500", *options]
+    process = ["--output", str(folder / output), "--nproc", "2", "--rdzv-endpoint", f"{_MEETING}:29500", *options]
     script = f'hostname {host}; exec "$@"'
     with (folder / f"{output}-{host}.log").open("ab") as log:
         return subprocess.Popen(

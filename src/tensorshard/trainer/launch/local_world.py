@@ -5,6 +5,7 @@ there. A single machine needs no rendezvous with others. So the agent keeps its 
 have theirs in a file that only this user can open.
 """
 
+import contextlib
 import random
 import socket
 import sys
@@ -84,12 +85,14 @@ def local_environment(scratch: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port where nothing listens. It lies below those that systems hand out by themselves, which could take it."""
+    """A port where nothing listens. It lies below those that systems hand out by themselves, which could take it.
+
+    Raises:
+        OSError: none of 100 such ports can be used.
+    """
     chance = random.SystemRandom()  # not the module's: a user's seed would make all runs of a machine ask for the same
-    while True:
-        with socket.socket() as probe:
-            try:
-                probe.bind((_LOOPBACK, chance.randrange(20_000, 32_768)))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+    for port in chance.sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_LOOPBACK, port))
+            return port
+    raise OSError(f"none of 100 ports between 20000 and 32767 can be used at {_LOOPBACK}")
