@@ -17,6 +17,7 @@ _SHARED = "is a view of the memory of parameter 'outlet.weight'"
 REFUSED = {
     ("LeavesLayersOut", "pp"): "the model's own forward draws from Python's or numpy's global random numbers",
     ("AveragesItself", "pp"): "torch.distributed itself (allreduce_, strangers.py:",
+    ("AveragesItself", "tp"): "torch.distributed itself (allreduce, strangers.py:",
     ("WritesItsWeight", "pp"): "changes its parameter blocks.0.weight (strangers.py:",
     ("Teacher", "pp"): "engine.model.blocks.named_parameters() is listed within engine.model.teacher.named_para",
     ("Adjoint", "pp"): "inside of _Adjoint.forward, an autograd function that computes the gradients of its modules",
