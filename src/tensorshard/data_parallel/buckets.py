@@ -22,8 +22,8 @@ class Groups:
 
     shard: dist.ProcessGroup | None  # each rank keeps a shard of the sum
     sum: dist.ProcessGroup | None  # each rank keeps all of it
-    all: dist.ProcessGroup | None  # all data ranks; None for one alone
-    data_ranks: int
+    all: dist.ProcessGroup | None  # all ranks that gradients are averaged over; None for one alone
+    ranks: int
 
     @property
     def num_shards(self) -> int:
@@ -31,16 +31,17 @@ class Groups:
 
     @property
     def communicate(self) -> bool:
-        return self.data_ranks > 1
+        return self.ranks > 1
 
 
 def shard_layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, Groups]:
     """The mesh over which parts are kept, and the groups over which gradients are averaged."""
-    if level == 0 or mesh.degrees["dp_shard"] == 1:
-        everyone = mesh.dp_group if mesh.dp_size > 1 else None
-        return None, Groups(None, everyone, everyone, mesh.dp_size)
+    ranks = mesh.gradient_ranks
+    if level == 0 or mesh.shard_size == 1:
+        everyone = mesh.gradient_group if ranks > 1 else None
+        return None, Groups(None, everyone, everyone, ranks)
     replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
-    return mesh.along("dp_shard"), Groups(mesh.group("dp_shard"), replicate, mesh.dp_group, mesh.dp_size)
+    return mesh.shard_mesh, Groups(mesh.shard_group, replicate, mesh.gradient_group, ranks)
 
 
 class Bucket:

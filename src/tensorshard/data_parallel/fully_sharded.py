@@ -75,16 +75,16 @@ class FullyShardedModel(ShardedModel):
         # All trained parameters have one type, as was checked. A pipeline's stage may train none.
         self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
         hybrid = mesh.degrees["dp_replicate"] > 1
-        self._dp_size = mesh.dp_size
+        self._gradient_ranks = mesh.gradient_ranks
         self._hybrid = hybrid
         self._master_places: dict[nn.Parameter, Place] = {}
         self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
         self._scalars = self._keep_some_whole(value_of, precision)
         options: dict[str, Any] = {
-            "mesh": mesh.along("dp_replicate", "dp_shard") if hybrid else mesh.along("dp_shard"),
+            "mesh": mesh.hybrid_mesh if hybrid else mesh.shard_mesh,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=compute_dtype(self._dtype, precision),
-                reduce_dtype=reduce_dtype if self._dtype == torch.float32 and mesh.dp_size > 1 else self._dtype,
+                reduce_dtype=reduce_dtype if self._dtype == torch.float32 and mesh.gradient_ranks > 1 else self._dtype,
                 cast_forward_inputs=False,  # autocast casts where it is needed
             ),
             "ignored_params": set(self._scalars),
@@ -113,7 +113,7 @@ class FullyShardedModel(ShardedModel):
         for template, name in self._names.items():
             vars(self._masters[name]).update(vars(template))  # attributes that users have set on it
         self._gradients = ShardedGradients(
-            model, self._masters, self._scalars, mesh.dp_group, torch.device(mesh.device_mesh.device_type)
+            model, self._masters, self._scalars, mesh.gradient_group, torch.device(mesh.device_mesh.device_type)
         )
         self._reads = GatheredReads(self._gradients, options["mp_policy"].param_dtype)
         for master in self._masters.values():
@@ -121,7 +121,7 @@ class FullyShardedModel(ShardedModel):
                 self._reads.watch(master)
         self._written = WrittenShards(
             {master: name for name, master in self._masters.items() if isinstance(master, DTensor)},
-            mesh.dp_group,
+            mesh.gradient_group,
             torch.device(mesh.device_mesh.device_type),
         )
         self._gradients.written = self._reads.written = self._written
@@ -129,7 +129,7 @@ class FullyShardedModel(ShardedModel):
         if precision != "fp32":
             self._narrow_calls_from_outside(precision, torch.device(mesh.device_mesh.device_type))
         self._shards.watch_forwards(model)
-        if is_gloo(mesh.group("dp_shard"), torch.device(mesh.device_mesh.device_type)):
+        if is_gloo(mesh.shard_group, torch.device(mesh.device_mesh.device_type)):
             names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
             for module, name in names.items():
                 module.set_custom_all_gather(_AllGather(name or type(model).__name__))
@@ -138,7 +138,7 @@ class FullyShardedModel(ShardedModel):
 
     def _watch_units(self, mesh: Mesh) -> UnitCalls:
         """Puts :class:`UnitCalls` between FSDP and its units."""
-        model, group = self.model, mesh.dp_group
+        model, group = self.model, mesh.gradient_group
         values = UnitValues()
         values.written = self._written
 
@@ -231,7 +231,7 @@ class FullyShardedModel(ShardedModel):
 
     @property
     def gradient_divisor(self) -> int:
-        return self._dp_size
+        return self._gradient_ranks
 
     def abandon_step(self) -> None:
         self.discard_gradients()

@@ -250,7 +250,7 @@ class ReplicatedGradients:
         for reduction in self._in_flight:
             reduction.advance()
         gradients = {p: self._take(p) for p in bucket.parameters}
-        scale = 1.0 if self._in_step else 1.0 / self._groups.data_ranks
+        scale = 1.0 if self._in_step else 1.0 / self._groups.ranks
         bucket.ready.clear()
         if self._wrote is None:  # the forward may have written some, too
             self._wrote = self._weights.are_written()

@@ -65,6 +65,22 @@ class WholeView(Protocol):
         """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts."""
 
 
+class WholeSequences:
+    """How sequences are split over the ranks of context parallelism; this one is for none, and does nothing."""
+
+    def active(self) -> AbstractContextManager[object]:
+        """Within this, the model and the loss compute with parts of sequences."""
+        return nullcontext()
+
+    def off(self) -> AbstractContextManager[object]:
+        """Within this, the model gets whole sequences."""
+        return nullcontext()
+
+    def whole(self, tree: Any) -> Any:
+        """`tree` with whole tensors. A collective of the ranks, if any of them is split."""
+        return tree
+
+
 class ShardedModel(ABC):
     """A model whose gradients are averaged over the data ranks, and whose states are sharded as a ZeRO level says.
 
@@ -78,6 +94,7 @@ class ShardedModel(ABC):
         self.split = split
         self._device: torch.device | None = None  # the device that collectives need; None for any
         self.logits = OutputLogits()
+        self.sequences = WholeSequences()
         self.writers: torch.Tensor | None = None
         self.whole_views: list[WholeView] = []
         """Of parameters that are split over tensor-parallel ranks."""

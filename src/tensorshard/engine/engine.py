@@ -417,7 +417,7 @@ class Engine(LoopMethods, StateMethods):
 
     def _predict(self, inputs: Any, *, compare: Any) -> Any:
         # Micro-batches of a pipeline cannot share a cache.
-        cache = self._cache.off() if self.plan.pp > 1 else nullcontext()
+        cache = self._cache.off() if self.plan.pp > 1 or self.plan.cp > 1 else nullcontext()
         with cache:
             output = self._step_runner.predict(inputs, compare=compare)
         self.storage.check_transfers()

@@ -139,7 +139,7 @@ class LossTally:
 
     Attributes:
         normalizer: the number by which backward divides: the global count, if every micro-batch counts as much as the
-            first ones.
+            first ones; times the ranks of context parallelism, each of which has all of a loss.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -157,7 +157,7 @@ class LossTally:
             first = count.clone()
             if self._mesh.dp_size > 1:
                 all_reduce_(first, self._mesh.dp_group, what="the samples that count")
-            self.normalizer = _nonzero(first) * micro_batches
+            self.normalizer = _nonzero(first) * (micro_batches * self._mesh.degrees["cp"])
         else:
             self._sum, self._count = self._sum + loss_sum.detach(), self._count + count
         self.parts += 1
@@ -187,7 +187,7 @@ class LossTally:
         if self.parts == 1:
             return None
         assert self.normalizer is not None
-        return self.normalizer.double() / _nonzero(self.count())
+        return self.normalizer.double() / (_nonzero(self.count()) * self._mesh.degrees["cp"])
 
 
 def _nonzero(count: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ class ManualLoop:
         else:
             self._tally.add(total, count, micro_batches=micro_batches)
             assert self._tally.normalizer is not None
-            weight = weight * self._mesh.dp_size / self._tally.normalizer  # gradients are averaged over data ranks
+            weight = weight * self._mesh.gradient_ranks / self._tally.normalizer  # gradients are averaged
         last = self._done + 1 == micro_batches
         self._sharded.begin_micro_batch(last, average=True)
         if last and self._tally is not None:

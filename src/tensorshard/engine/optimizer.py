@@ -94,7 +94,7 @@ def make_optimizer(
     elsewhere = _of_all_stages(sharded, trained) if plan.pp > 1 else None
     build = partial(build_optimizer, factory, rules=rules, elsewhere=elsewhere)
     optimizer = build(trained)
-    splits = {"zero": int(plan.zero)} if plan.zero and mesh.degrees["dp_shard"] > 1 else {}
+    splits = {"zero": int(plan.zero)} if plan.zero and mesh.shard_size > 1 else {}
     splits.update({axis: mesh.degrees[axis] for axis in ("tp", "pp") if mesh.degrees[axis] > 1})
     places = members_that_need_wholes(optimizer, build, trained, sharded.split, splits, mesh.world_group)
     if not places:

@@ -133,9 +133,9 @@ class Owners:
     def __init__(self, sharded: ShardedModel, mesh: Mesh, *, data_sharded: bool) -> None:
         self._sharded = sharded
         self._split: ParameterSplit = sharded.split
-        self._data = mesh.degrees["dp_shard"] if data_sharded else 1
+        self._data = mesh.shard_size if data_sharded else 1
         self._tensor = mesh.degrees["tp"]
-        self._group = mesh.merged("owners", *(["dp_shard"] if self._data > 1 else []), "tp")
+        self._group = mesh.merged("owners", *(["dp_shard", "cp"] if self._data > 1 else []), "tp")
         self._places = [_Place(data, tensor) for data in range(self._data) for tensor in range(self._tensor)]
         self._rank = self._group.rank()
         self._routes: dict[str, _Route] = {}

@@ -105,6 +105,6 @@ def share_host_random_state(mesh: Mesh) -> None:
     They run the same code, in which a layer may be left out or a span masked by numbers from there. From then on they
     draw the same, as long as their code does. A collective.
     """
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "pp", "cp"):
         if mesh.degrees[axis] > 1 and not world().is_simulated:
             set_host_random_states(decide_once(host_random_states, mesh.group(axis)))

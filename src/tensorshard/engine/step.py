@@ -143,14 +143,18 @@ class WholeModelStepRunner(StepRunner):
     def predict(self, inputs: Any, *, compare: Any) -> Any:
         if compare is not None:
             self._same_batch.check("predict", compare, None)
-        return widen_output(self._output(to_device(inputs, self._device)))
+        with self._sharded.sequences.active():
+            output = self._sharded.sequences.whole(self._output(to_device(inputs, self._device)))
+        return widen_output(output)
 
     def _loss(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         part = part.on_device(self._device)
-        if part.counts:
-            loss = self._objective(self._output(part.inputs), part.inputs, part.targets)
-        else:
-            loss = self._objective.of_none(self._output(part.inputs), part.targets, part.none)
+        with self._sharded.sequences.active():
+            if part.counts:
+                loss = self._objective(self._output(part.inputs), part.inputs, part.targets)
+            else:
+                loss = self._objective.of_none(self._output(part.inputs), part.targets, part.none)
+            loss = self._sharded.sequences.whole(loss)
         self._sharded.loss_is_over()  # the output is no longer needed here
         return loss
 

@@ -27,6 +27,8 @@ class RootRole(IntEnum):
     ones.
     """
 
+    SPLIT_SEQUENCES = auto()
+    """Inputs are cut along the sequence over the ranks of context parallelism."""
     GATHERED_PARAMETERS = auto()
     """The forward waits for parameters that are being gathered."""
     DATA_PARALLEL = auto()

@@ -51,7 +51,7 @@ def refuse_other_uses(model: nn.Module, plan: Plan) -> None:
     )
     vars(model)["__reduce_ex__"] = _refuse_pickle
     vars(model)["__prepare_scriptable__"] = _refuse_script  # torch.jit.script calls it
-    if plan.pp == 1 and (plan.tp > 1 or (plan.zero == 3 and plan.dp_shard > 1)):
+    if plan.pp == 1 and (plan.tp > 1 or (plan.zero == 3 and plan.shard_size > 1)):
         hook_root(model, RootRole.RECORDING, before=partial(_refuse_recording, plan))
 
 

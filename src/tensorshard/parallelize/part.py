@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.marks import ParallelMark
-from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.data_parallel.sharded_model import ShardedModel, WholeSequences
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -60,6 +60,7 @@ class Part:
     Attributes:
         split: how its parameters are split over the tensor-parallel ranks.
         logits: which of its layers may return logits that are not computed.
+        sequences: how sequences are split over the ranks of context parallelism.
         sharded: what the passes have made of it, from the pass :func:`data_parallel` on.
     """
 
@@ -74,6 +75,7 @@ class Part:
     returns_output: bool = True
     split: TensorSplit = field(default_factory=TensorSplit, init=False)
     logits: OutputLogits = field(default_factory=OutputLogits, init=False)
+    sequences: WholeSequences = field(default_factory=WholeSequences, init=False)
     sharded: ShardedModel | None = field(default=None, init=False)
 
     def local_value(self, name: str) -> torch.Tensor:

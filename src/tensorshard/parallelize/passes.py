@@ -55,9 +55,17 @@ def tensor_parallel(part: Part, context: PassContext) -> None:
         part.split = split_tensors(part, context.table, context)
 
 
+def context_parallel(part: Part, context: PassContext) -> None:
+    """Sequences are cut over the ranks of context parallelism."""
+    if context.mesh.degrees["cp"] > 1:
+        from tensorshard.context_parallel.split_sequences import SplitSequences
+
+        part.sequences = SplitSequences(part.module, context.mesh.group("cp"), context.plan.cp_dims)
+
+
 def tiled_logits(part: Part, context: PassContext) -> None:
     """Output layers return logits that the loss computes in tiles."""
-    if part.returns_output:
+    if part.returns_output and context.plan.cp == 1:
         part.logits = find_output_logits(
             part.module,
             part.computed.values(),
@@ -127,6 +135,7 @@ def data_parallel(part: Part, context: PassContext) -> None:
             storage=context.storage,
         )
     part.sharded.logits = part.logits
+    part.sharded.sequences = part.sequences
 
 
 def full_parameters(part: Part, context: PassContext) -> None:
@@ -199,7 +208,7 @@ def find_output_logits(
 
 def _state_bytes(parameters: int, plan: Plan) -> int:
     """Bytes of weights, gradients and two optimizer states on a rank in fp32; the same number on all ranks."""
-    level, ranks = int(plan.zero), plan.dp_shard
+    level, ranks = int(plan.zero), plan.shard_size
     over = [ranks if level >= needed else 1 for needed in (3, 2, 1, 1)]
     return sum(4 * parameters // shards for shards in over)
 
@@ -208,6 +217,7 @@ PASSES: tuple[Callable[[Part, PassContext], None], ...] = (
     batch_norm,
     precision,
     tensor_parallel,
+    context_parallel,
     tiled_logits,
     recompute,
     compilation,

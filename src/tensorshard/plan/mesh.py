@@ -117,10 +117,63 @@ class Mesh:
 
     @cached_property
     def dp_group(self) -> dist.ProcessGroup:
-        """The group over which losses are averaged: dp_replicate x dp_shard."""
+        """The group of the data ranks, over which losses are averaged: dp_replicate x dp_shard."""
         if self.degrees["dp_replicate"] == 1 and self.dp_size < self.world_size:
             return self.group("dp_shard")
         return self.merged("dp", "dp_replicate", "dp_shard")
+
+    @property
+    def shard_size(self) -> int:
+        """Number of processes over which parameters, gradients and optimizer states are sharded: dp_shard x cp."""
+        return self.degrees["dp_shard"] * self.degrees["cp"]
+
+    @property
+    def shard_rank(self) -> int:
+        """This process's place among those over which states are sharded."""
+        return self.index("dp_shard") * self.degrees["cp"] + self.index("cp")
+
+    @cached_property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The group over which states are sharded: dp_shard x cp."""
+        return self.merged("shard", "dp_shard", "cp")
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh over which states are sharded: dp_shard x cp as one dimension."""
+        return self.along("dp_shard") if self.degrees["cp"] == 1 else self._mesh_of([self.shard_group], ["dp_shard"])
+
+    @cached_property
+    def hybrid_mesh(self) -> DeviceMesh:
+        """The replicas as the first dimension, and :attr:`shard_mesh` as the second one."""
+        if self.degrees["cp"] == 1:
+            return self.along("dp_replicate", "dp_shard")
+        return self._mesh_of([self.group("dp_replicate"), self.shard_group], ["dp_replicate", "dp_shard"])
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Number of processes over which gradients are averaged: the data ranks x cp."""
+        return self.dp_size * self.degrees["cp"]
+
+    @cached_property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """The group over which gradients are averaged: dp_replicate x dp_shard x cp."""
+        return self.dp_group if self.degrees["cp"] == 1 else self.merged("gradients", "dp_replicate", "dp_shard", "cp")
+
+    def _mesh_of(self, groups: list[dist.ProcessGroup], names: list[str]) -> DeviceMesh:
+        """The mesh with these groups as its dimensions."""
+        ranks = torch.tensor(dist.get_process_group_ranks(groups[-1]))
+        if len(groups) > 1:
+            # All replicas: what this rank is among its own group's, the others are among theirs.
+            first = dist.get_process_group_ranks(groups[0])
+            ranks = torch.stack([ranks - dist.get_rank() + replica for replica in first])
+        with unset_fake_temporarily():
+            made = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0],
+                self.device_mesh.device_type,
+                mesh=ranks if len(groups) > 1 else None,
+                mesh_dim_names=tuple(names),
+            )
+            return _known.setdefault(made, made)
 
     def merged(self, name: str, *axes: str) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one only along `axes`, in the order of the ranks.

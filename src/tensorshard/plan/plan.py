@@ -20,8 +20,6 @@ REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 RECOMPUTE_MODES = ("none", "selective", "full")
 LOGITS_MODES = ("auto", "tiled", "whole")
 
-# Axes that a Plan and a Mesh know, and that no transform implements yet.
-_MISSING_AXES = {"cp": "context parallelism"}
 # Fields that only matter along one of the axes.
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
 
@@ -43,7 +41,8 @@ class Plan:
         dp_replicate: how many replicas of the sharded model there are (hybrid sharding when above 1).
         dp_shard: over how many processes parameters, gradients and optimizer states are sharded, as ``zero`` says.
             -1 takes all processes that the other axes leave. At most one axis may be -1.
-        tp: degree of tensor parallelism. pp: pipeline stages. cp: degree of context parallelism.
+        tp: degree of tensor parallelism. pp: pipeline stages. cp: degree of context parallelism, which splits
+            sequences; parameters are sharded over ``dp_shard`` and ``cp`` together.
         zero: the ZeRO level along ``dp_shard`` (Rajbhandari et al. 2020): 0 shards nothing, 1 the optimizer states,
             2 gradients as well, 3 parameters as well. Paddle's names "os", "os_g", "p_g_os" mean 1, 2, 3.
         micro_batches: into how many parts ``Engine.step`` cuts its batch; gradients accumulate over them.
@@ -71,6 +70,8 @@ class Plan:
             blocks, to allow cuts between them.
         offload: what is kept in host memory or on disk, an :class:`Offload`. "cpu" and "disk" mean optimizer states
             and gradients; None keeps all on the device.
+        cp_dims: the dimension of the sequence of inputs, by their names, such as ``{"input_ids": 1}``; inputs without a
+            name are called by the forward's parameters. None to find it.
         logits: whether ``Engine.step`` and ``evaluate`` hold a model's logits: "whole" for yes; "tiled" for a tile at
             a time, wherever a cross entropy allows it; "auto" for tiles where logits are large. See
             ``docs/logits.md``.
@@ -110,6 +111,7 @@ class Plan:
     pp_stages_per_rank: int | None = None
     pp_units: list[str] | None = None
     logits: str = "auto"
+    cp_dims: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -134,6 +136,7 @@ class Plan:
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         object.__setattr__(self, "shard_units", as_shard_units(self.shard_units))
         check_table(self.tp_plan)
+        check_dims(self.cp_dims)
         object.__setattr__(self, "offload", as_offload(self.offload))
         for name in ("pp_split", "pp_units"):
             object.__setattr__(self, name, as_module_names(name, getattr(self, name)))
@@ -198,14 +201,6 @@ class Plan:
         )
 
     def _check_implemented(self) -> None:
-        for axis, what in _MISSING_AXES.items():
-            if getattr(self, axis) not in (1, -1):
-                raise ValueError(
-                    f"{axis}={getattr(self, axis)} asks for {what}, which this version does not implement; "
-                    f"set {axis}=1 and use dp_shard and dp_replicate"
-                )
-            if getattr(self, axis) == -1:
-                raise ValueError(f"{axis}=-1 asks for {what}, which this version does not implement; set {axis}=1")
         defaults = {f.name: f.default for f in fields(self)}
         for name, axis in _FIELDS_OF_AXES.items():
             if getattr(self, axis) == 1 and getattr(self, name) != defaults[name]:
@@ -220,6 +215,13 @@ class Plan:
             )
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
+        if self.cp_dims is not None and self.cp == 1:
+            raise ValueError("cp_dims was given, but cp=1 splits no sequences; set cp, or leave cp_dims at None")
+        if self.cp > 1 and self.logits == "tiled":
+            raise ValueError(
+                f"logits='tiled' was given with cp={self.cp}, under which each rank has the logits of its own positions; "
+                f"set logits='auto'"
+            )
         if self.offloaded is not None:
             self.offloaded.check_implemented(int(self.zero))
 
@@ -236,7 +238,7 @@ class Plan:
     @property
     def shards_parameters(self) -> bool:
         """Whether a resolved plan gathers parameters unit by unit: ZeRO 3 over several ranks, or from another tier."""
-        return self.zero == 3 and (self.dp_shard > 1 or self.offloads_parameters)
+        return self.zero == 3 and (self.shard_size > 1 or self.offloads_parameters)
 
     @property
     def spares_memory(self) -> bool:
@@ -247,6 +249,11 @@ class Plan:
     def dp_size(self) -> int:
         """Number of data ranks of a resolved plan: processes that see different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def shard_size(self) -> int:
+        """Number of processes over which a resolved plan shards states: dp_shard x cp."""
+        return self.dp_shard * self.cp
 
     def in_short(self) -> str:
         """The axes of a degree above 1, ``zero``, and the fields that are not at their defaults, as overrides."""
@@ -397,6 +404,19 @@ def check_table(value: Any) -> None:
         raise TypeError(
             f"tp_plan is {value!r}; it must be None or a dict of module names to styles, such as "
             f"{{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}"
+        )
+
+
+def check_dims(value: Any) -> None:
+    """Raises unless `value` may be ``cp_dims``."""
+    if value is None:
+        return
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) and isinstance(dim, int) and not isinstance(dim, bool) for name, dim in value.items()
+    ):
+        raise TypeError(
+            f"cp_dims is {value!r}; it must be None or a dict of names of inputs to the dimension of their sequence, "
+            f"such as {{'input_ids': 1}}"
         )
 
 

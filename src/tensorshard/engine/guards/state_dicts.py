@@ -97,9 +97,9 @@ class _StateDicts:
         )
 
     def _described(self) -> str:
-        degrees = {"pp": self._plan.pp, "tp": self._plan.tp, "dp_shard": self._plan.dp_shard}
+        degrees = {"pp": self._plan.pp, "tp": self._plan.tp, "dp_shard": self._plan.dp_shard, "cp": self._plan.cp}
         fields = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1]
-        if self._plan.dp_shard > 1:
+        if self._plan.shard_size > 1:
             fields.insert(0, f"zero={self._plan.zero}")
         if not self._holds_parts:
             fields.append(f"precision={self._plan.precision!r}")
@@ -168,7 +168,7 @@ _HELD_BY = "tensorshard"
 
 def guard_optimizer_state(optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> None:
     """Makes `optimizer`, which holds parts of the model's parameters, refuse the states of other parts."""
-    axes = ("pp", "dp_shard", "tp") if plan.zero else ("pp", "tp")
+    axes = ("pp", "dp_shard", "cp", "tp") if plan.zero else ("pp", "tp")
     own = {axis: f"{mesh.index(axis)} of {mesh.degrees[axis]}" for axis in axes}
 
     def note(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:

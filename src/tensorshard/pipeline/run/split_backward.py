@@ -182,5 +182,5 @@ def may_split_backward(plan: Plan) -> bool:
     They may not where something would be computed or sent twice, as in recomputed blocks and split layers, nor where
     parameters are held during only one of the two.
     """
-    whole_parameters = plan.zero < 3 or plan.dp_shard == 1  # type: ignore[operator]
+    whole_parameters = plan.zero < 3 or plan.shard_size == 1  # type: ignore[operator]
     return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile

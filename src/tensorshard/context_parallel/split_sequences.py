@@ -1,0 +1,115 @@
+"""Cuts the inputs of a model along the sequence, wherever the model is called."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorshard.context_parallel import ContextGroup, cut, whole
+from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
+from tensorshard.torch_private.pytree import tree_leaves, tree_map
+
+
+class SplitSequences:
+    """Each rank of context parallelism gets its positions of every sequence among the model's inputs.
+
+    Values that code computes from them are those of whole sequences, whatever dimension is cut. Which one it is decides
+    how much is sent.
+
+    Args:
+        model: the root of what this rank computes.
+        group: the ranks that share sequences.
+        dims: as :class:`tensorshard.Plan` takes ``cp_dims``.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, dims: Mapping[str, int] | None) -> None:
+        self.group = ContextGroup.of(group)
+        self._dims = dims
+        self._parameters = [
+            name
+            for name, parameter in inspect.signature(type(model).forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ][1:]
+        self._is_on = True
+        surround_root(model, RootRole.SPLIT_SEQUENCES, self.active)
+        hook_root(model, RootRole.SPLIT_SEQUENCES, before=self._cut, with_kwargs=True)
+
+    def active(self) -> AbstractContextManager[object]:
+        """Within this, the model and the loss compute with parts of sequences."""
+        return self.group.active()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within this, the model gets whole sequences."""
+        before, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = before
+
+    def whole(self, tree: Any) -> Any:
+        """`tree` with whole tensors. A collective of the ranks, if any of them is split."""
+        return whole(tree)
+
+    def _cut(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._is_on:
+            return args, kwargs
+        named = {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}
+        if self._dims is None:
+            length = sequence_length(named)
+            dims = {} if length is None else {name: length for name in named}
+            given = {name: tree_map(lambda leaf: self._cut_leaf(leaf, length), value) for name, value in named.items()}
+        else:
+            unknown = sorted(self._dims.keys() - named.keys())
+            if unknown:
+                raise ValueError(
+                    f"cp_dims names {', '.join(map(repr, unknown))}, but the model was called with "
+                    f"{', '.join(map(repr, named))}"
+                )
+            given = {name: self._cut_named(name, value) for name, value in named.items()}
+        positional = [given[name] for name in self._names(len(args))]
+        return tuple(positional), {name: given[name] for name in kwargs}
+
+    def _names(self, count: int) -> list[str]:
+        """What positional arguments are called."""
+        names = self._parameters[:count]
+        return [*names, *(f"input {index}" for index in range(len(names), count))]
+
+    def _cut_leaf(self, leaf: Any, length: int | None) -> Any:
+        dim = None if length is None else sequence_dim(leaf, length)
+        return leaf if dim is None else cut(leaf, dim)
+
+    def _cut_named(self, name: str, value: Any) -> Any:
+        assert self._dims is not None
+        if name not in self._dims:
+            return value
+        dim = self._dims[name]
+        if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"cp_dims says that dimension {dim} of {name!r} is its sequence, but it is {given}")
+        return cut(value, dim % value.dim())
+
+
+def sequence_length(named: Mapping[str, Any]) -> int | None:
+    """The length of the sequence among these inputs: that of the first tensor with samples and positions.
+
+    Token ids and embeddings have it in their second dimension. An image has it in its third one, its rows.
+    """
+    for value in named.values():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
+                dim = 1 if leaf.dim() < 4 else 2
+                if leaf.shape[dim] > 1:
+                    return leaf.shape[dim]
+    return None
+
+
+def sequence_dim(leaf: Any, length: int) -> int | None:
+    """Which dimension of an input is the sequence of `length`: the first one of that length after the samples."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+        return None
+    return next((dim for dim in range(1, leaf.dim()) if leaf.shape[dim] == length), None)
