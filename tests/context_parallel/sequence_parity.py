@@ -20,8 +20,7 @@ def scattered(length: int, size: int) -> SequenceLayout:
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "scattered": scattered}
 
 
-def loss_and_gradients(model: nn.Module, batch: dict[str, Any], loss_of: Any, ranks: int = 1) -> Any:
-    loss = whole(loss_of(model, batch))
+def loss_and_gradients(model: nn.Module, loss: torch.Tensor, ranks: int = 1) -> Any:
     (loss / ranks).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return loss.detach(), gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -36,12 +35,14 @@ def check_model(
     size: int = 2,
     layout: Any = contiguous,
     bound: float = 1e-9,
+    backward_outside: bool = False,
 ) -> ContextGroup:
     """Compares a model on `size` ranks, on which ``batch[name]`` is cut along ``dims[name]``, with one process."""
     model = model.double()
     batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     torch.manual_seed(3)
-    loss, gradients, buffers = loss_and_gradients(copy.deepcopy(model), batch, loss_of)
+    alone = copy.deepcopy(model)
+    loss, gradients, buffers = loss_and_gradients(alone, loss_of(alone, batch))
     copies = [copy.deepcopy(model) for _ in range(size)]
 
     def on_rank(group: ContextGroup) -> Any:
@@ -52,7 +53,10 @@ def check_model(
                 key: cut(value, dims[key], layout(value.shape[dims[key]], size)) if key in dims else value
                 for key, value in batch.items()
             }
-            return (*loss_and_gradients(copies[group.rank], given, loss_of, size), group)
+            loss = whole(loss_of(copies[group.rank], given))
+            if not backward_outside:
+                return (*loss_and_gradients(copies[group.rank], loss, size), group)
+        return (*loss_and_gradients(copies[group.rank], loss, size), group)
 
     results = simulate(size, on_rank)
     scale = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)

@@ -70,7 +70,7 @@ def _enter() -> None:
         _users += 1
         if _users == 1:
             for each in _replacements:
-                each.original = vars(each.owner)[each.name]
+                each.original = getattr(each.owner, each.name)
                 setattr(each.owner, each.name, each.make(each.original))
 
 

@@ -15,33 +15,28 @@ from tensorshard.context_parallel.fallback import compute_whole
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.torch_private.recomputation import (
     IDENTITIES,
-    apply_of_functions,
+    PLAIN_MARKERS,
+    function_calls,
     is_reentrant_checkpoint,
     repeated_forwards,
 )
 
-_apply = apply_of_functions()
+_apply = function_calls.apply
 
 ACTS_LOCALLY = "acts_on_parts"
 """An autograd function with this class attribute acts on this rank's part of each argument. It returns its tensors, or
 tensors of the same shapes, in their order."""
 
 
-def _guarded(original: Any) -> Any:
-    """``Function.apply`` for sequence tensors too."""
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(arg, SequenceTensor) for arg in args):
-            return _apply(cls, *args, **kwargs)
-        if is_reentrant_checkpoint(cls):
-            return _checkpoint(cls, *args)
-        if cls.__name__ in IDENTITIES or getattr(cls, ACTS_LOCALLY, False):
-            return _on_parts(cls, *args)
-        if cls.__name__ == "_NoopSaveInputs":
-            return _apply(cls, *args, **kwargs)
-        return compute_whole(lambda *whole: _apply(cls, *whole), args, kwargs, cls.__name__)
-
-    return classmethod(apply)
+def _guard(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``cls.apply(*args, **kwargs)``, perhaps of sequence tensors."""
+    if not any(isinstance(arg, SequenceTensor) for arg in args) or cls.__name__ in PLAIN_MARKERS:
+        return _apply(cls, *args, **kwargs)
+    if is_reentrant_checkpoint(cls):
+        return _checkpoint(cls, *args)
+    if cls.__name__ in IDENTITIES or getattr(cls, ACTS_LOCALLY, False):
+        return _on_parts(cls, *args)
+    return compute_whole(lambda *whole: _apply(cls, *whole), args, kwargs, cls.__name__)
 
 
 def _on_parts(cls: Any, *args: Any) -> Any:
@@ -62,7 +57,9 @@ def _checkpoint(cls: Any, function: Callable[..., Any], keeps_random_state: bool
     likes: list[Any] = []
 
     def on_parts(*parts: Any) -> Any:
-        whole = [arg.like(part) if isinstance(arg, SequenceTensor) else part for arg, part in zip(args, parts, strict=True)]
+        whole = [
+            arg.like(part) if isinstance(arg, SequenceTensor) else part for arg, part in zip(args, parts, strict=True)
+        ]
         with activated(activation):
             out = function(*whole)
         outs = out if isinstance(out, tuple) else (out,)
@@ -75,10 +72,15 @@ def _checkpoint(cls: Any, function: Callable[..., Any], keeps_random_state: bool
     first, *layouts = likes
     results = result if isinstance(result, tuple) else (result,)
     wrapped = tuple(
-        like.like(each) if isinstance(like, SequenceTensor) else each for like, each in zip(layouts, results, strict=True)
+        like.like(each) if isinstance(like, SequenceTensor) else each
+        for like, each in zip(layouts, results, strict=True)
     )
     likes.clear()
     return wrapped if isinstance(first, tuple) else wrapped[0]
+
+
+def _as_sequence(like: Any, part: Any) -> Any:
+    return like.like(part) if isinstance(like, SequenceTensor) else part
 
 
 def _repeating(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,5 +103,6 @@ def _repeating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def register() -> None:
     """Guards autograd functions while a thread works for a group."""
-    replace_while_active(torch.autograd.Function, "apply", _guarded)
+    function_calls.guard = _guard
+    replace_while_active(function_calls.function, "__code__", lambda original: function_calls.guarded)
     replace_while_active(*repeated_forwards(), _repeating)

@@ -6,8 +6,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from tensorshard.context_parallel import rules as _registered  # noqa: F401  # registers the rules
 from tensorshard.context_parallel.fallback import compute_whole
 from tensorshard.context_parallel.rule_table import Rule, is_pointwise, name_of, rules
@@ -18,10 +16,30 @@ from tensorshard.torch_private.dispatch import without_torch_functions_of_tensor
 from tensorshard.torch_private.tensors import QUESTIONS, object_attributes
 
 _WRAPPER_ANSWERS = frozenset(
-    "is_floating_point is_complex get_device element_size itemsize is_signed is_inference is_nested is_quantized "
-    "is_sparse layout is_cuda is_cpu is_meta is_mps is_xpu is_xla names dtype device".split()
+    [
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "element_size",
+        "itemsize",
+        "is_signed",
+        "is_inference",
+        "is_nested",
+        "is_quantized",
+        "is_sparse",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_mps",
+        "is_xpu",
+        "is_xla",
+        "names",
+        "dtype",
+        "device",
+    ]
 ) | frozenset(QUESTIONS)
-_LOCAL_ANSWERS = frozenset("is_contiguous retain_grad is_pinned is_shared data_ptr".split())
+_LOCAL_ANSWERS = frozenset(["is_contiguous", "retain_grad", "is_pinned", "is_shared", "data_ptr"])
 
 _bodies_entered = threading.local()
 

@@ -13,8 +13,22 @@ _SMALLEST = 64
 """Results of fewer elements stay whole."""
 
 _VALUES = frozenset(
-    "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __contains__ is_nonzero equal "
-    "allclose __format__".split()
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "__format__",
+    ]
 )
 """Questions for values, which need a whole tensor by their nature."""
 

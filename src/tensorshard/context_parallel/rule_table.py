@@ -15,9 +15,9 @@ that all ranks make the same exchanges."""
 rules: dict[str, Rule] = {}
 """By the name of the operation, without the underscore of one in place."""
 
-_BINARY = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+_BINARY = ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
 _OPERATORS = {f"__{prefix}{name}__" for prefix in ("", "r", "i") for name in _BINARY} | {
-    f"__{name}__" for name in "neg pos abs invert lt le gt ge eq ne".split()
+    f"__{name}__" for name in ["neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne"]
 }
 
 

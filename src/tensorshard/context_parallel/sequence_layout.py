@@ -140,4 +140,3 @@ def _merged(runs: Array) -> Array:
     first = np.concatenate([[True], runs[1:, 0] != runs[:-1, 1]])
     last = np.concatenate([first[1:], [True]])
     return np.stack([runs[first, 0], runs[last, 1]], 1)
-

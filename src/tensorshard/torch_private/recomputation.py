@@ -1,6 +1,7 @@
-"""Where torch repeats a forward in backward, and functions of torch's own that only hang something on autograd's graph."""
+"""Calls of custom autograd functions, and forwards that are repeated in backward."""
 
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch.utils.checkpoint import CheckpointFunction
 IDENTITIES = ("RegisterPostBackwardFunction", "RegisterPreBackwardFunction", "_DDPSink")
 """Names of the autograd functions of FSDP and DDP that return their arguments."""
 
+PLAIN_MARKERS = ("_NoopSaveInputs",)
+"""Names of autograd functions that look at none of their arguments' values."""
+
 
 def repeated_forwards() -> tuple[Any, str]:
-    """Where ``torch.utils.checkpoint`` (with ``use_reentrant=False``) takes the function that it repeats in backward: the
-    first argument of this attribute of a module.
+    """Where ``torch.utils.checkpoint`` with ``use_reentrant=False`` takes the function that it repeats in backward, as
+    the first argument: a module and the name of its attribute.
 
     Why: a forward that is repeated in backward needs the context that it first ran in, whoever calls backward.
 
@@ -25,25 +29,55 @@ def repeated_forwards() -> tuple[Any, str]:
 
 
 def is_reentrant_checkpoint(function: type[torch.autograd.Function]) -> bool:
-    """Whether this is the autograd function of ``torch.utils.checkpoint`` with ``use_reentrant=True``. Its arguments are
-    the function to repeat, whether random states are kept, and that function's arguments.
+    """Whether this is the autograd function of ``torch.utils.checkpoint`` with ``use_reentrant=True``.
+
+    Its arguments are the function to repeat, whether random states are kept, and that function's arguments.
 
     Why: the function has to be given whole-looking tensors again in backward, where autograd kept their parts.
 
-    Checked: torch 2.13 and 2.15.
+    Checked: torch 2.13.
 
     Public way: none.
     """
     return function is CheckpointFunction
 
 
-def apply_of_functions() -> Callable[..., Any]:
-    """``torch.autograd.Function.apply`` as a plain function that takes the class first.
+class FunctionCalls:
+    """All calls of custom autograd functions, also through an ``apply`` that code took long ago (``f = F.apply``).
 
-    Why: functions that know no tensor classes have to be given plain tensors, before autograd looks at them.
+    They go to `guard(cls, args, kwargs)` while `code` is :attr:`guarded`. It replaces the code of
+    ``torch.autograd.Function.apply``, which bound methods share.
 
-    Checked: torch 2.13 and 2.15.
+    Why: functions that know no tensor classes have to be given plain tensors before autograd looks at them.
 
-    Public way: ``torch.autograd.Function.apply``, bound to a class.
+    Checked: torch 2.13.
+
+    Public way: none for a method that is bound already.
     """
-    return torch.autograd.Function.__dict__["apply"].__func__  # type: ignore[no-any-return]
+
+    guard: Callable[[Any, Any, Any], Any]
+
+    def __init__(self) -> None:
+        self.function: FunctionType = torch.autograd.Function.__dict__["apply"].__func__
+        f = self.function
+        self._original = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+        self.guarded = _code_that_asks()
+
+    def apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``cls.apply(*args, **kwargs)`` as torch does it."""
+        return self._original(cls, *args, **kwargs)
+
+
+def _code_that_asks() -> CodeType:
+    __class__ = object  # torch's function refers to its class, and its code may only be replaced by one that does, too
+
+    def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
+        _ = __class__
+        from tensorshard.torch_private.recomputation import function_calls
+
+        return function_calls.guard(cls, args, kwargs)
+
+    return apply.__code__
+
+
+function_calls = FunctionCalls()

@@ -199,4 +199,3 @@ def _refetching(
 def _fetch_again(kept: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
     with torch.no_grad():
         return fetch(kept, dim, layout, None, "attention again", group)
-

@@ -50,7 +50,9 @@ def contract(
     if letter is None or (not is_kept and not is_sum):
         return NotImplemented
     parts = [
-        None if operand is None else part_of(operand, names.index(letter) if letter in names else None, layout, name, group)
+        None
+        if operand is None
+        else part_of(operand, names.index(letter) if letter in names else None, layout, name, group)
         for operand, names in zip(operands, letters, strict=True)
     ]
     if is_kept:
@@ -109,7 +111,9 @@ def addmm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     left: Letters = ["b", "m", "k"][-a.ndim :]
     right: Letters = ["b", "k", "n"] if b.ndim == 3 else ["k", "n"]
     result: Letters = ["b", "m", "n"][-a.ndim :]
-    added: Letters = [name if size > 1 else None for name, size in zip(result[len(result) - c.ndim :], c.shape, strict=True)]
+    added: Letters = [
+        name if size > 1 else None for name, size in zip(result[len(result) - c.ndim :], c.shape, strict=True)
+    ]
     return contract(func, [c, a, b], [added, left, right], result, lambda *parts: func(*parts, **kwargs), False)
 
 
@@ -159,4 +163,3 @@ def bilinear(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         return NotImplemented
     parts = [part_of(t, lead.split_dim, lead.sequence, "bilinear", lead.group) for t in (x, y)]
     return lead.like(func(*parts, call["weight"], call["bias"]))
-

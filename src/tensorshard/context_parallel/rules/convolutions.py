@@ -91,7 +91,13 @@ def convolution(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 @rule("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d")
 def pool(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A pool without padding."""
-    plain = {"ceil_mode": False, "dilation": 1, "return_indices": False, "count_include_pad": True, "divisor_override": None}
+    plain = {
+        "ceil_mode": False,
+        "dilation": 1,
+        "return_indices": False,
+        "count_include_pad": True,
+        "divisor_override": None,
+    }
     rest = {key: value for key, value in kwargs.items() if key not in plain or value != plain[key]}
     call, n = _POOL.bind(args, rest), int(name_of(func)[-2])
     if call is None or not isinstance(call["input"], SequenceTensor):
@@ -104,7 +110,11 @@ def pool(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     if x.split_dim < 2:
         return x.like(func(x.local, kernel, stride))
     found = _with_halo(x, kernel[x.split_dim - 2], stride[x.split_dim - 2], 0, 1)
-    return NotImplemented if found is None else SequenceTensor(func(found[0], kernel, stride), x.split_dim, found[1], x.group)
+    return (
+        NotImplemented
+        if found is None
+        else SequenceTensor(func(found[0], kernel, stride), x.split_dim, found[1], x.group)
+    )
 
 
 @rule("unfold")

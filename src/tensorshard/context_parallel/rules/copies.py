@@ -9,9 +9,23 @@ from tensorshard.context_parallel.layout_changes import cut_for, sequence_tensor
 from tensorshard.context_parallel.rule_table import name_of, rule
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
-_CASTS = "float double half bfloat16 int long bool short byte char type cfloat cdouble".split()
-_COPIES = "contiguous clone detach cpu cuda data alias __copy__ requires_grad_ pin_memory".split()
-_FILLED = "zeros_like ones_like full_like empty_like".split()
+_CASTS = [
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "int",
+    "long",
+    "bool",
+    "short",
+    "byte",
+    "char",
+    "type",
+    "cfloat",
+    "cdouble",
+]
+_COPIES = ["contiguous", "clone", "detach", "cpu", "cuda", "data", "alias", "__copy__", "requires_grad_", "pin_memory"]
+_FILLED = ["zeros_like", "ones_like", "full_like", "empty_like"]
 
 
 @rule(*_CASTS, *_COPIES, *_FILLED)
@@ -60,7 +74,9 @@ def new(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
 @rule("result_type", "can_cast", "promote_types")
 def types(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Questions for types."""
-    return func(*(torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a for a in args))
+    return func(
+        *(torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a for a in args)
+    )
 
 
 @rule("is_same_size", "is_set_to", "stride", "storage_offset", "nelement", "ndimension")
@@ -70,7 +86,8 @@ def geometry(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if name == "is_set_to":
         return args[0] is args[1]
     return func(
-        *(torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a for a in args), **kwargs
+        *(torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a for a in args),
+        **kwargs,
     )
 
 

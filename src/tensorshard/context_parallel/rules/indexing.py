@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import arange  # torch.arange itself is replaced while a group is active
 
 from tensorshard.context_parallel import layouts
 from tensorshard.context_parallel.exchanges import fetch, take
@@ -73,15 +74,20 @@ def _is_full(entry: Any) -> bool:
 
 
 def _by_tensors(x: torch.Tensor, entries: list[Any], tensors: list[torch.Tensor]) -> Any:
+    if any(isinstance(entry, int) for entry in entries):  # torch takes these before the tensors
+        numbers = [[entry] if isinstance(entry, int) else [_FULL] * _width(entry) for entry in entries]
+        y = x[tuple(entry for each in numbers for entry in each)]
+        return y[tuple(entry for entry in entries if not isinstance(entry, int))]
     first = entries[0]
     if len(tensors) == 1 and tensors[0] is first and first.dtype == torch.bool and all(map(_is_full, entries[1:])):
         return _by_leading_mask(x, first)
     if any(tensor.dtype == torch.bool for tensor in tensors):
-        if len(tensors) > 1 or not isinstance(x, SequenceTensor) or any(isinstance(entry, int) for entry in entries):
-            return NotImplemented
-        if tensors[0].ndim > 1:
+        if len(tensors) > 1 or not isinstance(x, SequenceTensor) or tensors[0].ndim > 1:
             return NotImplemented
     if isinstance(x, SequenceTensor):
+        if entries[-1] is None:
+            y = _by_tensors(x, entries[:-1], tensors)
+            return y if y is NotImplemented else y.unsqueeze(-1)
         result = _of_sequence(x, entries, tensors)
         if result is not NotImplemented or not any(isinstance(tensor, SequenceTensor) for tensor in tensors):
             return result
@@ -110,8 +116,7 @@ def _of_plain(x: torch.Tensor, entries: list[Any]) -> Any:
     if any(entry.dtype == torch.bool for entry in entries if isinstance(entry, torch.Tensor)):
         return NotImplemented
     lead = leading(given)
-    is_advanced = [isinstance(entry, int | torch.Tensor) for entry in entries]
-    places = [i for i, yes in enumerate(is_advanced) if yes]
+    places = [i for i, entry in enumerate(entries) if isinstance(entry, torch.Tensor)]
     ndim = max(entry.ndim for entry in entries if isinstance(entry, torch.Tensor))
     local = [aligned(entry, lead, "index") if isinstance(entry, torch.Tensor) else entry for entry in entries]
     are_adjacent = places == list(range(places[0], places[-1] + 1))
@@ -125,7 +130,7 @@ def _of_sequence(x: SequenceTensor, entries: list[Any], tensors: list[torch.Tens
         return NotImplemented
     at = _entry_of(entries, x.split_dim)
     entry = entries[at]
-    if len(tensors) == 1 and not any(isinstance(each, int) for each in entries):
+    if len(tensors) == 1:
         if entry is tensors[0]:
             if entry.ndim != 1:
                 return NotImplemented
@@ -135,7 +140,7 @@ def _of_sequence(x: SequenceTensor, entries: list[Any], tensors: list[torch.Tens
             y = narrow_to(x, entry)
             return _rest(y, [*entries[:at], _FULL, *entries[at + 1 :]])
         return NotImplemented
-    advanced = [i for i, each in enumerate(entries) if isinstance(each, int | torch.Tensor)]
+    advanced = [i for i, each in enumerate(entries) if isinstance(each, torch.Tensor)]
     are_adjacent = advanced == list(range(advanced[0], advanced[-1] + 1))
     if any(each.dtype == torch.bool for each in tensors) or any(each is None for each in entries):
         return NotImplemented
@@ -152,9 +157,13 @@ def _of_sequence(x: SequenceTensor, entries: list[Any], tensors: list[torch.Tens
     lengths = {len(each) for each in tensors if each.ndim == 1}
     if not isinstance(entry, torch.Tensor) or any(each.ndim != 1 for each in tensors) or len(lengths) != 1:
         return NotImplemented
-    if not are_adjacent or any(isinstance(each, int) for each in entries) or len(entry) * 4 < x.sequence.length:
+    if not are_adjacent:
         return NotImplemented
     positions = _host(entry) % x.sequence.length
+    if len(positions) < 2 * x.group.size or len(positions) * 4 < x.sequence.length:
+        wanted = PositionLists([runs_of(positions)] * x.group.size)
+        fetched = fetch(x.local, x.split_dim, x.sequence, wanted, "index", x.group)
+        return fetched[(*entries[:at], arange(len(positions), device=x.device), *entries[at + 1 :])]
     layout, places = layouts.selected(x.sequence, positions)
     mine = layout.index(x.group.rank)
     local: list[Any] = []

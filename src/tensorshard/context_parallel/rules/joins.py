@@ -88,8 +88,7 @@ def pad(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         shape = [count if each == dim else size for each, size in enumerate(x.shape)]
         return torch.full(shape, value or 0, dtype=x.dtype, device=x.device)
 
-    pieces = [filler(left)] * (left > 0) + [y] + [filler(right)] * (right > 0)
+    pieces = [*([filler(left)] if left > 0 else []), y, *([filler(right)] if right > 0 else [])]
     if len(pieces) == 1:
         return y.clone()
     return torch.cat(pieces, dim)
-

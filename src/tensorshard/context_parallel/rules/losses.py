@@ -44,7 +44,15 @@ def cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
     return both[0] / both[1]
 
 
-_BY_ELEMENT = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss".split()
+_BY_ELEMENT = [
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "kl_div",
+    "poisson_nll_loss",
+]
 _TWO = Signature(lambda input, target, reduction="mean", **options: 0)
 
 
@@ -63,4 +71,3 @@ def by_element(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     if losses is NotImplemented or call["reduction"] == "none":
         return losses
     return losses.mean() if call["reduction"] == "mean" else losses.sum()
-

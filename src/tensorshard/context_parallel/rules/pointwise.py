@@ -6,16 +6,40 @@ from typing import Any
 
 import torch
 
-from tensorshard.context_parallel.layout_changes import aligned, map_tensors, sequence_tensors
 from tensorshard.context_parallel.exchanges import take
+from tensorshard.context_parallel.layout_changes import aligned, map_tensors, sequence_tensors
 from tensorshard.context_parallel.rule_table import name_of, rule, writes
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
-_ACTIVATIONS = "relu gelu silu sigmoid tanh elu leaky_relu mish celu selu hardshrink softshrink".split()
-_OTHERS = "softplus hardtanh relu6 prelu logsigmoid softsign tanhshrink hardsigmoid hardswish threshold".split()
+_ACTIVATIONS = [
+    "relu",
+    "gelu",
+    "silu",
+    "sigmoid",
+    "tanh",
+    "elu",
+    "leaky_relu",
+    "mish",
+    "celu",
+    "selu",
+    "hardshrink",
+    "softshrink",
+]
+_OTHERS = [
+    "softplus",
+    "hardtanh",
+    "relu6",
+    "prelu",
+    "logsigmoid",
+    "softsign",
+    "tanhshrink",
+    "hardsigmoid",
+    "hardswish",
+    "threshold",
+]
 
 
-@rule("broadcast_tensors", "isclose", "masked_fill", "where", "copy", *_ACTIVATIONS)
+@rule("broadcast_tensors", "polar", "complex", "isclose", "masked_fill", "where", "copy", *_ACTIVATIONS)
 def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An element-by-element operation with broadcasting."""
     if not kwargs and len(args) <= 3 and type(args[0]) is SequenceTensor:

@@ -13,15 +13,54 @@ from tensorshard.context_parallel.rules.pointwise import pointwise
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
 _DIM_AT = {
-    **dict.fromkeys("glu softmax log_softmax softmin cumsum cumprod sort argsort argmax argmin max min sum mean".split(), 1),
-    **dict.fromkeys("prod any all amax amin logsumexp var std gather cummax cummin logcumsumexp median".split(), 1),
-    **dict.fromkeys("scatter scatter_add var_mean std_mean count_nonzero nanmean nansum aminmax".split(), 1),
-    **dict.fromkeys("topk take_along_dim norm vector_norm normalize repeat_interleave diff cosine_similarity".split(), 2),
+    **dict.fromkeys(
+        [
+            "glu",
+            "softmax",
+            "log_softmax",
+            "softmin",
+            "cumsum",
+            "cumprod",
+            "sort",
+            "argsort",
+            "argmax",
+            "argmin",
+            "max",
+            "min",
+            "sum",
+            "mean",
+        ],
+        1,
+    ),
+    **dict.fromkeys(
+        [
+            "prod",
+            "any",
+            "all",
+            "amax",
+            "amin",
+            "logsumexp",
+            "var",
+            "std",
+            "gather",
+            "cummax",
+            "cummin",
+            "logcumsumexp",
+            "median",
+        ],
+        1,
+    ),
+    **dict.fromkeys(
+        ["scatter", "scatter_add", "var_mean", "std_mean", "count_nonzero", "nanmean", "nansum", "aminmax"], 1
+    ),
+    **dict.fromkeys(
+        ["topk", "take_along_dim", "norm", "vector_norm", "normalize", "repeat_interleave", "cosine_similarity"], 2
+    ),
 }
 """Where each operation has its dimension among the positional arguments."""
 
-_DEFAULT_DIM = {"normalize": 1, "cosine_similarity": 1, "glu": -1, "sort": -1, "argsort": -1, "topk": -1, "diff": -1}
-_COMPLETED = {name: name for name in "sum any all amax amin prod logsumexp".split()} | {"mean": "sum"}
+_DEFAULT_DIM = {"normalize": 1, "cosine_similarity": 1, "glu": -1, "sort": -1, "argsort": -1, "topk": -1}
+_COMPLETED = {name: name for name in ["sum", "any", "all", "amax", "amin", "prod", "logsumexp"]} | {"mean": "sum"}
 _INDEXED = ("gather", "scatter", "scatter_add", "take_along_dim")
 
 
@@ -161,4 +200,3 @@ def _completed(
     if name == "mean":
         return out / math.prod(x.shape[dim] for dim in dims)
     return out
-

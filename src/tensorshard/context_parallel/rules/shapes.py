@@ -38,7 +38,9 @@ def _new_shape(func: Callable[..., Any], x: SequenceTensor, args: Sequence[Any],
         new = [int(size) for size in given]
     else:
         metas = [torch.empty(arg.shape, device="meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-        metas_by_name = {k: torch.empty(v.shape, device="meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        metas_by_name = {
+            k: torch.empty(v.shape, device="meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()
+        }
         new = list(func(*metas, **metas_by_name).shape)
     if -1 in new:
         new[new.index(-1)] = x.numel() // max(1, -math.prod(new))

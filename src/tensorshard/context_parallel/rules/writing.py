@@ -61,7 +61,9 @@ def _write_positions(x: SequenceTensor, entries: list[Any], value: Any) -> None:
     rank, entry = x.group.rank, entries[x.split_dim]
     if isinstance(entry, int):
         if not -x.sequence.length <= entry < x.sequence.length:
-            raise IndexError(f"index {entry} is out of bounds for dimension {x.split_dim} with size {x.sequence.length}")
+            raise IndexError(
+                f"index {entry} is out of bounds for dimension {x.split_dim} with size {x.sequence.length}"
+            )
         entry = slice(entry % x.sequence.length, entry % x.sequence.length + 1)
     start, stop, step = entry.indices(x.sequence.length)
     layout, kept = layouts.narrowed(x.sequence, start, max(start, stop), step)
