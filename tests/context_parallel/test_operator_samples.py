@@ -84,7 +84,7 @@ def _alike(got: torch.Tensor, expected: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("operator", _operators())
+@pytest.mark.parametrize("operator", list(_operators()))
 def test_an_operator_computes_what_it_computes_on_whole_tensors(operator):
     tried = 0
     with warnings.catch_warnings():

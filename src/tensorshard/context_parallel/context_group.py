@@ -29,6 +29,7 @@ class ContextGroup:
         calls: exchanges, by what they were for.
         fallbacks: (operation, line of the user's code) -> how often it was computed on whole tensors.
         call: describes the exchange under way, equal on all ranks that make the same one.
+        pieces: plain tensors that are views of sequence tensors in torch, see :mod:`views`.
         refetches: whether backward fetches the keys and values of attention again, instead of keeping all ranks'.
     """
 
@@ -39,6 +40,7 @@ class ContextGroup:
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.call = ""
         self.refetches = False
+        self.pieces: list[Any] = []
         self._exchange = exchange
         self._number = 0
 

@@ -59,7 +59,7 @@ def find_handler(func: Callable[..., Any]) -> Handler:
         return _ask_wrapper
     if func in object_attributes() or name in _LOCAL_ANSWERS:
         return _ask_local
-    found = rules.get(name if name.startswith("__") else name.rstrip("_"))
+    found = rules.get(name) or (None if name.startswith("__") else rules.get(name.rstrip("_")))
     if found is None and is_pointwise(name):
         found = pointwise
     return _attempts(found, python_body(func))
@@ -71,7 +71,7 @@ def _attempts(rule: Rule | None, body: Callable[..., Any] | None) -> Handler:
     def handle(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for arg in args:
             if type(arg) is SequenceTensor:
-                if arg._gathered is not None or arg._pieces is not None or arg._copied_from is not None:
+                if arg._gathered is not None or arg._copied_from is not None or arg.group.pieces:
                     before_use(arg, func)
             elif type(arg) in (list, tuple):
                 _check_members(arg, func)

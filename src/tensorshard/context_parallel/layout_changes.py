@@ -151,8 +151,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if type(tree) in (tuple, list) and not any(isinstance(leaf, tuple | list | dict) for leaf in tree):
         mapped = [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree]
         return tuple(mapped) if type(tree) is tuple else mapped
-    if tree == {}:
-        return {}
+    if type(tree) is dict and not tree:
+        return tree
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 

@@ -48,7 +48,6 @@ class SequenceTensor(torch.Tensor):
     _gathered: tuple[torch.Tensor, int, int] | None
     _turned: tuple["SequenceTensor | None", int] | None
     _reads: int
-    _pieces: list[tuple[Any, torch.Tensor, int]] | None
     _copied_from: Any
 
     @staticmethod
@@ -63,7 +62,7 @@ class SequenceTensor(torch.Tensor):
         self: SequenceTensor = make_wrapper_tensor(cls, tuple(shape), local.dtype, local.device)
         self.local, self.split_dim, self.sequence, self.group = local, dim, layout, group
         self._whole_shape = torch.Size(shape)
-        self._gathered = self._turned = self._pieces = self._copied_from = None
+        self._gathered = self._turned = self._copied_from = None
         self._reads = 0
         return self
 

@@ -8,10 +8,12 @@ sequence tensor is used next. Writes to the latter are refused.
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tensorshard.context_parallel.context_group import ContextGroup
 from tensorshard.context_parallel.exchanges import take
 from tensorshard.context_parallel.rule_table import name_of, writes
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
@@ -20,12 +22,22 @@ from tensorshard.torch_private.tensors import storage_owners, tensor_version
 _OWN_REFERENCES = 2
 
 
-def note_piece(x: SequenceTensor, index: Any, piece: torch.Tensor) -> torch.Tensor:
-    """Remembers that `piece` stands for ``x[index]``. Returns it."""
+@dataclass
+class _Piece:
+    """A plain tensor that stands for ``source[index]``."""
+
+    source: SequenceTensor
+    index: Any
+    tensor: torch.Tensor
+    version: int
+
+
+def note_piece(x: SequenceTensor, index: Any, piece: Any) -> Any:
+    """Remembers that `piece` stands for ``x[index]``, while somebody has it. Returns it."""
     if isinstance(piece, torch.Tensor) and not isinstance(piece, SequenceTensor):
-        if x._pieces is None:
-            x._pieces = []
-        x._pieces.append((index, piece, tensor_version(piece)))
+        if x.group.pieces:
+            _carry_over(x.group)
+        x.group.pieces.append(_Piece(x, index, piece, tensor_version(piece)))
     return piece
 
 
@@ -46,23 +58,23 @@ def before_use(x: SequenceTensor, func: Callable[..., Any]) -> None:
         values, _, _ = x._gathered
         x.local.copy_(take(values, x.split_dim, x.sequence.index(x.group.rank)))
         x._gathered = values, x.version, tensor_version(values)
-    if x._pieces is not None:
-        _carry_over(x)
+    if x.group.pieces:
+        _carry_over(x.group)
     if x._copied_from is not None:
         _check_copy(x, name_of(func))
 
 
-def _carry_over(x: SequenceTensor) -> None:
-    pieces, x._pieces = x._pieces, None
+def _carry_over(group: ContextGroup) -> None:
+    pieces: list[_Piece] = group.pieces
+    group.pieces = []
     kept = []
-    while pieces:
-        index, piece, version = pieces.pop(0)
-        if tensor_version(piece) != version:
-            x[index] = piece
-        elif sys.getrefcount(piece) <= _OWN_REFERENCES and storage_owners(piece) == 1:
-            continue  # nobody else can write to it
-        kept.append((index, piece, tensor_version(piece)))
-    x._pieces = kept or None
+    for each in pieces:
+        if tensor_version(each.tensor) != each.version:
+            each.source[each.index] = each.tensor
+            each.version = tensor_version(each.tensor)
+        if sys.getrefcount(each.tensor) > _OWN_REFERENCES or storage_owners(each.tensor) > 1:
+            kept.append(each)  # somebody may still write to it
+    group.pieces = kept
 
 
 def _check_copy(x: SequenceTensor, name: str) -> None:

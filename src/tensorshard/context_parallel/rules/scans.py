@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tensorshard.context_parallel.exchanges import stack_ranks
@@ -13,6 +14,7 @@ from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 _CALL = Signature(lambda input, dim, dtype=None: 0)
 
 
+_MOST_RUNS = 64
 _DIFF = Signature(lambda input, n=1, dim=-1, prepend=None, append=None: 0)
 
 
@@ -42,28 +44,23 @@ def cumsum(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         or dtype is not None
     ):
         return along(func, args, kwargs)
-    runs = [runs for runs in x.sequence.runs]
-    if max(map(len, runs)) > 2 or (x.local.is_floating_point() is False and x.dtype == torch.bool):
-        return along(func, args, kwargs)
-    return x.like(_by_runs(x))
+    most = max(len(runs) for runs in x.sequence.runs)
+    return along(func, args, kwargs) if most > _MOST_RUNS else x.like(_by_runs(x, most))
 
 
-def _by_runs(x: SequenceTensor) -> torch.Tensor:
-    """At most two runs on a rank (contiguous or zig-zag): the sums of all runs are exchanged."""
+def _by_runs(x: SequenceTensor, most: int) -> torch.Tensor:
+    """The sums of all runs are exchanged, and each run begins with those before it."""
     dim, rank = x.split_dim, x.group.rank
     lengths = [int(stop - start) for start, stop in x.sequence.runs[rank]]
-    lengths += [0] * (2 - len(lengths))
-    parts = x.local.split(lengths, dim)
+    parts = x.local.split([*lengths, *[0] * (most - len(lengths))], dim)
     sums = torch.stack([part.sum(dim, keepdim=True) for part in parts])
-    everyone = stack_ranks(sums, "cumsum", x.group)  # [ranks, 2, ...]
-    starts = [[int(run[0]) for run in runs] for runs in x.sequence.runs]
+    everyone = stack_ranks(sums, "cumsum", x.group).flatten(0, 1)  # [ranks * most, ...]
+    starts = np.full((x.group.size, most), x.sequence.length)
+    for each, runs in zip(starts, x.sequence.runs, strict=True):
+        each[: len(runs)] = runs[:, 0]
     out = []
     for at, part in enumerate(parts):
-        own = starts[rank][at] if at < len(starts[rank]) else 0
-        before = everyone[0, 0] * 0
-        for other, others in enumerate(starts):
-            for number, start in enumerate(others):
-                if start < own:
-                    before = before + everyone[other, number]
-        out.append(part.cumsum(dim) + before.to(part.cumsum(dim).dtype))
+        earlier = torch.from_numpy(np.flatnonzero(starts.reshape(-1) < starts[rank, at])).to(x.device)
+        total = part.cumsum(dim)
+        out.append(total + everyone.index_select(0, earlier).sum(0).to(total.dtype))
     return torch.cat(out, dim)
