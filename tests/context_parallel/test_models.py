@@ -53,7 +53,8 @@ MODELS: dict[str, Any] = {
     "GPT-2": lambda: language_model(
         tf.GPT2LMHeadModel,
         tf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0, embd_pdrop=0,
+            attn_pdrop=0,
         ),
     ),
     "Llama, padded": lambda: language_model(
@@ -95,7 +96,7 @@ MODELS: dict[str, Any] = {
         tf.T5ForConditionalGeneration(tf.T5Config(**T5)),
         {"input_ids": tokens(), "attention_mask": padding(), "decoder_input_ids": tokens(21), "labels": tokens(21)},
         {"input_ids": 1, "attention_mask": 1, "decoder_input_ids": 1},
-        lambda model, batch: next_token_loss(model, batch),
+        next_token_loss,
     ),
     "ViT": lambda: (
         tf.ViTForImageClassification(

@@ -142,7 +142,10 @@ MODULES: dict[str, Any] = {
         {},
     ),
     "running mean": lambda: (Local(lambda h: h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]), {}),
-    "linear attention": lambda: (Local(lambda h: torch.einsum("btd,bde->bte", h, torch.einsum("btd,bte->bde", h, h))), {}),
+    "linear attention": lambda: (
+        Local(lambda h: torch.einsum("btd,bde->bte", h, torch.einsum("btd,bte->bde", h, h))),
+        {},
+    ),
     "LSTM": lambda: (Recurrent(nn.LSTM), {}),
     "GRU": lambda: (Recurrent(nn.GRU), {}),
     "LSTM both ways": lambda: (Recurrent(nn.LSTM, bidirectional=True), {}),
@@ -151,15 +154,31 @@ MODULES: dict[str, Any] = {
     "mean pooling": lambda: (Local(lambda h: h.mean(1, keepdim=True)), {}),
     "first position": lambda: (Local(lambda h: h[:, :1] * h[:, -1:]), {}),
     "softmax pooling": lambda: (Local(lambda h: (torch.softmax(h.sum(-1), 1)[..., None] * h).sum(1, keepdim=True)), {}),
-    "shifts": lambda: (Local(lambda h: h.roll(1, 1).flip(1) + F.pad(h, (0, 0, 2, 0))[:, :-2] + torch.cat([h[:, 3:], h[:, :3]], 1)), {}),
+    "shifts": lambda: (
+        Local(
+            lambda h: h.roll(1, 1).flip(1) + F.pad(h, (0, 0, 2, 0))[:, :-2] + torch.cat([h[:, 3:], h[:, :3]], 1)
+        ),
+        {},
+    ),
     "mixing positions": lambda: (Local(along_time(lambda h, mix: mix(h)), mix=nn.Linear(LENGTH, LENGTH)), {}),
-    "a loop over positions": lambda: (Local(lambda h: torch.stack([h[:, t] * h[:, t - 1] for t in range(h.shape[1])], 1)), {}),
+    "a loop over positions": lambda: (
+        Local(lambda h: torch.stack([h[:, t] * h[:, t - 1] for t in range(h.shape[1])], 1)),
+        {},
+    ),
     "sorted tokens": lambda: (Local(lambda h: h.flatten(0, 1)[h.flatten(0, 1)[:, 0].argsort()].view(h.shape)), {}),
-    "chunks": lambda: (Local(lambda h: F.pad(h, (0, 0, 0, 1)).view(h.shape[0], 4, 6, -1).cumsum(2).flatten(1, 2)[:, :-1]), {}),
+    "chunks": lambda: (
+        Local(lambda h: F.pad(h, (0, 0, 0, 1)).view(h.shape[0], 4, 6, -1).cumsum(2).flatten(1, 2)[:, :-1]),
+        {},
+    ),
     "dropout": lambda: (Local(lambda h, drop: drop(h), drop=nn.Dropout(0.4)), {}),
     "dropout of attention": lambda: (Attention(lambda positions, mask: causal(positions), dropout_p=0.3), {}),
     "norm and activations": lambda: (
-        Local(lambda h, norm, up, down: down(F.gelu(up(norm(h)))), norm=nn.LayerNorm(WIDTH), up=nn.Linear(WIDTH, 40), down=nn.Linear(40, WIDTH)),
+        Local(
+            lambda h, norm, up, down: down(F.gelu(up(norm(h)))),
+            norm=nn.LayerNorm(WIDTH),
+            up=nn.Linear(WIDTH, 40),
+            down=nn.Linear(40, WIDTH),
+        ),
         {},
     ),
 }  # fmt: skip

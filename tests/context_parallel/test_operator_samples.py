@@ -22,13 +22,15 @@ if find_spec("expecttest") is None:  # torch's samples import a test class from 
 from torch.testing._internal.common_methods_invocations import op_db
 
 _SKIPPED = (
-    "empty", "bernoulli", "rand", "multinomial", "normal", "dropout", "cauchy", "exponential", "geometric", "log_normal",
+    "empty", "bernoulli", "rand", "multinomial", "normal", "dropout", "cauchy", "exponential", "geometric",
+    "log_normal",
     "uniform", "rrelu", "sparse", "to_sparse", "stft", "istft", "fft", "linalg", "svd", "eig", "qr", "lu", "cholesky",
     "pca", "special", "jiterator", "nested", "fractional", "gumbel", "multi_head_attention",
     "scaled_dot_product_attention", "item", "resize", "set_", "svd_lowrank", "ormqr", "geqrf",
 )  # fmt: skip
 _FAST = (
-    "add", "where", "softmax", "log_softmax", "cumsum", "sum", "mean", "std", "amax", "matmul", "einsum", "cat", "stack",
+    "add", "where", "softmax", "log_softmax", "cumsum", "sum", "mean", "std", "amax", "matmul", "einsum", "cat",
+    "stack",
     "split", "gather", "index_select", "transpose", "reshape", "unfold", "roll", "flip", "nn.functional.linear",
     "nn.functional.layer_norm", "nn.functional.conv1d", "nn.functional.pad", "nn.functional.cross_entropy",
     "nn.functional.batch_norm", "nn.functional.group_norm", "masked_fill", "topk", "__getitem__", "expand", "repeat",

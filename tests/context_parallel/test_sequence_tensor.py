@@ -29,9 +29,10 @@ def test_what_code_reads_is_of_the_whole_tensor(layout):
         x = cut(X, 1, LAYOUTS[layout](11, group.size))
         assert isinstance(x, SequenceTensor) and x.local.shape != X.shape
         return [
-            x.shape, x.size(1), len(x), x.numel(), x.dtype, x.tolist(), x.numpy().sum(), x.sum().item(), x[1, 3].item(),
-            bool((x > -5).all()), bool((x > 10).any()), int(x.argmax()), x.stride(), 3.0 in x, list(x.shape), x.is_contiguous(),
-            [row.tolist() for row in x], float(x.max()), x.is_floating_point(), x.unique().tolist(), x.nonzero().tolist(),
+            x.shape, x.size(1), len(x), x.numel(), x.dtype, x.tolist(), x.numpy().sum(), x.sum().item(),
+            x[1, 3].item(), bool((x > -5).all()), bool((x > 10).any()), int(x.argmax()), x.stride(), 3.0 in x,
+            list(x.shape), x.is_contiguous(), [row.tolist() for row in x], float(x.max()), x.is_floating_point(),
+            x.unique().tolist(), x.nonzero().tolist(),
         ]  # fmt: skip
 
     expected = [
@@ -159,7 +160,7 @@ def test_hooks_and_gradients_of_sequence_tensors():
 
 
 def test_what_is_refused_with_a_sentence():
-    with pytest.raises(RuntimeError, match="group.active"):
+    with pytest.raises(RuntimeError, match="with group"):
         cut(X, 1)
 
     def refuse(group: Any) -> None:

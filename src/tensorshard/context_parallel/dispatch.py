@@ -15,30 +15,11 @@ from tensorshard.context_parallel.views import before_use
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.tensors import QUESTIONS, object_attributes
 
-_WRAPPER_ANSWERS = frozenset(
-    [
-        "is_floating_point",
-        "is_complex",
-        "get_device",
-        "element_size",
-        "itemsize",
-        "is_signed",
-        "is_inference",
-        "is_nested",
-        "is_quantized",
-        "is_sparse",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_mps",
-        "is_xpu",
-        "is_xla",
-        "names",
-        "dtype",
-        "device",
-    ]
-) | frozenset(QUESTIONS)
+_WRAPPER_ANSWERS = frozenset((
+    "is_floating_point", "is_complex", "get_device", "element_size", "itemsize", "is_signed", "is_inference",
+    "is_nested", "is_quantized", "is_sparse", "layout", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu",
+    "is_xla", "names", "dtype", "device", *QUESTIONS,
+))  # fmt: skip
 _LOCAL_ANSWERS = frozenset(["is_contiguous", "retain_grad", "is_pinned", "is_shared", "data_ptr"])
 
 _bodies_entered = threading.local()

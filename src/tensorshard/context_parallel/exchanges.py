@@ -184,7 +184,8 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, about: Any, what: str, group: ContextGroup) -> torch.Tensor:
         ctx.about = about, what, group, group.number_call()
-        return _turned(local, *about, what, group, ctx.about[-1])
+        dim, layout, new_dim, new_layout = about
+        return _turned(local, dim, layout, new_dim, new_layout, what, group, ctx.about[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

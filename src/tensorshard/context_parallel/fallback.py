@@ -12,24 +12,10 @@ from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 _SMALLEST = 64
 """Results of fewer elements stay whole."""
 
-_VALUES = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "__array__",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "__format__",
-    ]
-)
+_VALUES = frozenset((
+    "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__",
+    "__contains__", "is_nonzero", "equal", "allclose", "__format__",
+))  # fmt: skip
 """Questions for values, which need a whole tensor by their nature."""
 
 

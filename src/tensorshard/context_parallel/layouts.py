@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,7 +15,7 @@ _CACHED = 512
 def contiguous(length: int, size: int) -> SequenceLayout:
     """Rank after rank, as evenly as possible."""
     bounds = [length * rank // size for rank in range(size + 1)]
-    return SequenceLayout([np.array([[start, stop]]) for start, stop in zip(bounds, bounds[1:], strict=False)])
+    return SequenceLayout([np.array([[start, stop]]) for start, stop in pairwise(bounds)])
 
 
 @lru_cache(_CACHED)

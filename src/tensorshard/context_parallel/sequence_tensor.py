@@ -1,12 +1,12 @@
 """A tensor that looks whole, and holds this rank's positions of one dimension.
 
 Its values are those of the whole tensor: every operation means what it means there, on every rank. The layout says only
-where the numbers are, so a poor choice costs time and never exactness. (DTensor with ``Shard(dim)`` has the same idea; it
-knows even contiguous parts only, and fails where it has no rule.)
+where the numbers are, so a poor choice costs time and never exactness. (DTensor with ``Shard(dim)`` has the same idea;
+it knows contiguous parts only, and fails where it has no rule.)
 
-Gradients: each rank's graph is one summand of the whole gradient. The gradient of a plain tensor, such as a parameter, is
-a partial sum over the ranks; that of a sequence tensor is complete for its positions. The caller seeds a plain loss with
-1/N, and sums the gradients of the parameters.
+Gradients: each rank's graph is one summand of the whole gradient. The gradient of a plain tensor, such as a parameter,
+is a partial sum over the ranks; that of a sequence tensor is complete for its positions. The caller seeds a plain loss
+with 1/N, and sums the gradients of the parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,8 +55,8 @@ class SequenceTensor(torch.Tensor):
         shape = list(local.shape)
         if shape[dim] != layout.sizes[group.rank]:
             raise AssertionError(
-                f"a sequence of {layout.length} positions, of which this rank has {layout.sizes[group.rank]}, was given "
-                f"a part of shape {shape}, cut along dimension {dim}"
+                f"a sequence of {layout.length} positions, of which this rank has {layout.sizes[group.rank]}, was "
+                f"given a part of shape {shape}, cut along dimension {dim}"
             )
         shape[dim] = layout.length
         self: SequenceTensor = make_wrapper_tensor(cls, tuple(shape), local.dtype, local.device)
@@ -89,7 +89,7 @@ class SequenceTensor(torch.Tensor):
         return self.local.is_leaf
 
     @property
-    def grad_fn(self) -> Any:
+    def grad_fn(self) -> Any:  # type: ignore[override]
         return self.local.grad_fn
 
     @property
@@ -122,7 +122,7 @@ class SequenceTensor(torch.Tensor):
     def __len__(self) -> int:
         return self._whole_shape[0]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SequenceTensor({list(self._whole_shape)}, {self.dtype}, positions along dimension {self.split_dim})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceTensor":

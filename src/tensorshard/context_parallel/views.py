@@ -83,7 +83,7 @@ def _check_copy(x: SequenceTensor, name: str) -> None:
     if source is None or (source.version == version and not writes(name)):
         return
     raise RuntimeError(
-        f"{name} uses a slice or a reshape of a sequence whose positions are on several ranks. It is a copy here, and a "
-        "view without context parallelism, so that a write to one would have to reach the other. Use x[...] = value, or "
-        "write into a clone"
+        f"{name} uses a slice or a reshape of a sequence whose positions are on several ranks. It is a copy here, and "
+        "a view without context parallelism, so that a write to one would have to reach the other. Use x[...] = value, "
+        "or write into a clone"
     )

@@ -47,9 +47,13 @@ def attention(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return q.like(func(q.local, whole_k, whole_v, attn_mask=rows, **call))
     if call["enable_gqa"]:
         return NotImplemented
-    letters = [batch_letters(q, 2) + ["m", "d"], batch_letters(k, 2) + ["n", "d"], batch_letters(v, 2) + ["n", "e"]]
-    letters.append([] if mask is None else batch_letters(mask, 2) + [None if mask.shape[-2] == 1 else "m", "n"])
-    result: Letters = [f"b{i}" for i in range(q.ndim, 2, -1)] + ["m", "e"]
+    letters: list[Letters] = [
+        [*batch_letters(q, 2), "m", "d"],
+        [*batch_letters(k, 2), "n", "d"],
+        [*batch_letters(v, 2), "n", "e"],
+    ]
+    letters.append([] if mask is None else [*batch_letters(mask, 2), None if mask.shape[-2] == 1 else "m", "n"])
+    result: Letters = [*(f"b{i}" for i in range(q.ndim, 2, -1)), "m", "e"]
     return contract(
         func,
         [q, k, v, mask],

@@ -41,8 +41,8 @@ def backward(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def grad(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad``."""
     raise NotImplementedError(
-        "torch.autograd.grad of a tensor that is cut along its sequence: each rank has a part of the gradient only. Call "
-        "backward() and read x.grad, or compute this without context parallelism"
+        "torch.autograd.grad of a tensor that is cut along its sequence: each rank has a part of the gradient only. "
+        "Call backward() and read x.grad, or compute this without context parallelism"
     )
 
 

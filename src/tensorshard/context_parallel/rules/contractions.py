@@ -49,12 +49,13 @@ def contract(
     is_kept, _, _, letter, layout, group = first if best[1] <= _FEW * first[1] else best
     if letter is None or (not is_kept and not is_sum):
         return NotImplemented
-    parts = [
-        None
-        if operand is None
-        else part_of(operand, names.index(letter) if letter in names else None, layout, name, group)
-        for operand, names in zip(operands, letters, strict=True)
-    ]
+
+    def part(operand: torch.Tensor | None, names: Letters) -> torch.Tensor | None:
+        if operand is None:
+            return None
+        return part_of(operand, names.index(letter) if letter in names else None, layout, name, group)
+
+    parts = list(map(part, operands, letters))
     if is_kept:
         return SequenceTensor(call(*parts), result.index(letter), layout, group)
     return sum_ranks(call(*parts), name, group)
@@ -74,8 +75,8 @@ def matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     a, b = args if name != "__rmatmul__" else args[::-1]
     if a.ndim == 0 or b.ndim == 0:
         return NotImplemented
-    left: Letters = batch_letters(a, 2) + ["m", "k"][-a.ndim :]
-    right: Letters = batch_letters(b, 2) + (["k", "n"] if b.ndim > 1 else ["k"])
+    left: Letters = [*batch_letters(a, 2), *"mk"[-a.ndim :]]
+    right: Letters = [*batch_letters(b, 2), *("kn" if b.ndim > 1 else "k")]
     batches = max(len(left), len(right), 2) - 2
     result: Letters = [f"b{i + 2}" for i in range(batches, 0, -1)]
     result += (["m"] if a.ndim > 1 else []) + (["n"] if b.ndim > 1 else [])
@@ -90,11 +91,11 @@ def linear(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         args = (*args, *(kwargs.pop(key) for key in ("input", "weight")[len(args) :]))
     x, weight = args[0], args[1]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    if type(x) is SequenceTensor and x.split_dim < len(x._whole_shape) - 1:
-        if not isinstance(weight, SequenceTensor) and not isinstance(bias, SequenceTensor):
-            return SequenceTensor(func(x.local, weight, bias), x.split_dim, x.sequence, x.group)
+    is_usual = type(x) is SequenceTensor and x.split_dim < len(x._whole_shape) - 1
+    if is_usual and not isinstance(weight, SequenceTensor) and not isinstance(bias, SequenceTensor):
+        return SequenceTensor(func(x.local, weight, bias), x.split_dim, x.sequence, x.group)
     rows: Letters = [f"x{i}" for i in range(x.ndim - 1)]
-    names: Letters = ["n", "k"][-weight.ndim :]
+    names: Letters = [*"nk"[-weight.ndim :]]
     out = contract(func, [x, weight], [[*rows, "k"], names], rows + names[:-1], func, True)
     return out if out is NotImplemented or bias is None else out + bias
 
@@ -108,9 +109,9 @@ def addmm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     if len(args) != 3 or not set(kwargs) <= {"alpha", "beta"} or name_of(func).endswith("_"):
         return NotImplemented
     c, a, b = args
-    left: Letters = ["b", "m", "k"][-a.ndim :]
+    left: Letters = [*"bmk"[-a.ndim :]]
     right: Letters = ["b", "k", "n"] if b.ndim == 3 else ["k", "n"]
-    result: Letters = ["b", "m", "n"][-a.ndim :]
+    result: Letters = [*"bmn"[-a.ndim :]]
     added: Letters = [
         name if size > 1 else None for name, size in zip(result[len(result) - c.ndim :], c.shape, strict=True)
     ]

@@ -38,7 +38,7 @@ def _windows(
         own = windows.positions(rank)
         first = int(own[0]) * stride - padding
         last = int(own[-1]) * stride - padding + dilation * (kernel - 1)
-        wanted.append(np.array([[max(0, first), max(max(0, first), min(length, last + 1))]]))
+        wanted.append(np.array([[max(0, first), max(0, first, min(length, last + 1))]]))
         beyond.append((max(0, -first), max(0, last + 1 - max(length, first))))
     return windows, PositionLists(wanted), beyond
 

@@ -9,22 +9,13 @@ from tensorshard.context_parallel.layout_changes import cut_for, sequence_tensor
 from tensorshard.context_parallel.rule_table import name_of, rule
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
-_CASTS = [
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "int",
-    "long",
-    "bool",
-    "short",
-    "byte",
-    "char",
-    "type",
-    "cfloat",
+_CASTS = (
+    "float", "double", "half", "bfloat16", "int", "long", "bool", "short", "byte", "char", "type", "cfloat",
     "cdouble",
-]
-_COPIES = ["contiguous", "clone", "detach", "cpu", "cuda", "data", "alias", "__copy__", "requires_grad_", "pin_memory"]
+)  # fmt: skip
+_COPIES = (
+    "contiguous", "clone", "detach", "cpu", "cuda", "data", "alias", "__copy__", "requires_grad_", "pin_memory",
+)  # fmt: skip
 _FILLED = ["zeros_like", "ones_like", "full_like", "empty_like"]
 
 

@@ -81,9 +81,9 @@ def _by_tensors(x: torch.Tensor, entries: list[Any], tensors: list[torch.Tensor]
     first = entries[0]
     if len(tensors) == 1 and tensors[0] is first and first.dtype == torch.bool and all(map(_is_full, entries[1:])):
         return _by_leading_mask(x, first)
-    if any(tensor.dtype == torch.bool for tensor in tensors):
-        if len(tensors) > 1 or not isinstance(x, SequenceTensor) or tensors[0].ndim > 1:
-            return NotImplemented
+    has_masks = any(tensor.dtype == torch.bool for tensor in tensors)
+    if has_masks and (len(tensors) > 1 or not isinstance(x, SequenceTensor) or tensors[0].ndim > 1):
+        return NotImplemented
     if isinstance(x, SequenceTensor):
         if entries[-1] is None:
             y = _by_tensors(x, entries[:-1], tensors)
@@ -338,4 +338,4 @@ def index_select(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     if not isinstance(index, torch.Tensor) or index.ndim != 1 or not isinstance(dim, int) or "out" in call:
         return NotImplemented
     assert isinstance(x, torch.Tensor)
-    return x[(*(_FULL,) * (dim % x.ndim), index)]
+    return x[(*(_FULL,) * (dim % x.ndim), index)]  # type: ignore[index]

@@ -1,7 +1,7 @@
 """Tensors one after the other, side by side, and with padding."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ def pad(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     amounts[at : at + 2] = [0, 0]
     if any(amounts):
         x = x.like(F.pad(x.local, amounts, value=value))
-    dim, y = x.split_dim, x
+    dim, y = x.split_dim, cast(torch.Tensor, x)
     if min(left, right) < 0:
         kept = slice(max(0, -left), x.sequence.length - max(0, -right))
         y = x[(*(slice(None),) * dim, kept)]

@@ -44,15 +44,9 @@ def cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
     return both[0] / both[1]
 
 
-_BY_ELEMENT = [
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "kl_div",
-    "poisson_nll_loss",
-]
+_BY_ELEMENT = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss",
+)  # fmt: skip
 _TWO = Signature(lambda input, target, reduction="mean", **options: 0)
 
 

@@ -11,32 +11,14 @@ from tensorshard.context_parallel.layout_changes import aligned, map_tensors, se
 from tensorshard.context_parallel.rule_table import name_of, rule, writes
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
-_ACTIVATIONS = [
-    "relu",
-    "gelu",
-    "silu",
-    "sigmoid",
-    "tanh",
-    "elu",
-    "leaky_relu",
-    "mish",
-    "celu",
-    "selu",
-    "hardshrink",
+_ACTIVATIONS = (
+    "relu", "gelu", "silu", "sigmoid", "tanh", "elu", "leaky_relu", "mish", "celu", "selu", "hardshrink",
     "softshrink",
-]
-_OTHERS = [
-    "softplus",
-    "hardtanh",
-    "relu6",
-    "prelu",
-    "logsigmoid",
-    "softsign",
-    "tanhshrink",
-    "hardsigmoid",
-    "hardswish",
+)  # fmt: skip
+_OTHERS = (
+    "softplus", "hardtanh", "relu6", "prelu", "logsigmoid", "softsign", "tanhshrink", "hardsigmoid", "hardswish",
     "threshold",
-]
+)  # fmt: skip
 
 
 @rule("broadcast_tensors", "polar", "complex", "isclose", "masked_fill", "where", "copy", *_ACTIVATIONS)

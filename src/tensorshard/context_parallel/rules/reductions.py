@@ -12,51 +12,16 @@ from tensorshard.context_parallel.rule_table import name_of, rule, writes
 from tensorshard.context_parallel.rules.pointwise import pointwise
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
-_DIM_AT = {
-    **dict.fromkeys(
-        [
-            "glu",
-            "softmax",
-            "log_softmax",
-            "softmin",
-            "cumsum",
-            "cumprod",
-            "sort",
-            "argsort",
-            "argmax",
-            "argmin",
-            "max",
-            "min",
-            "sum",
-            "mean",
-        ],
-        1,
-    ),
-    **dict.fromkeys(
-        [
-            "prod",
-            "any",
-            "all",
-            "amax",
-            "amin",
-            "logsumexp",
-            "var",
-            "std",
-            "gather",
-            "cummax",
-            "cummin",
-            "logcumsumexp",
-            "median",
-        ],
-        1,
-    ),
-    **dict.fromkeys(
-        ["scatter", "scatter_add", "var_mean", "std_mean", "count_nonzero", "nanmean", "nansum", "aminmax"], 1
-    ),
-    **dict.fromkeys(
-        ["topk", "take_along_dim", "norm", "vector_norm", "normalize", "repeat_interleave", "cosine_similarity"], 2
-    ),
-}
+_DIM_FIRST = (
+    "glu", "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "argsort", "argmax", "argmin", "max",
+    "min", "sum", "mean", "prod", "any", "all", "amax", "amin", "logsumexp", "var", "std", "gather", "cummax", "cummin",
+    "logcumsumexp", "median", "scatter", "scatter_add", "var_mean", "std_mean", "count_nonzero", "nanmean", "nansum",
+    "aminmax",
+)  # fmt: skip
+_DIM_SECOND = (
+    "topk", "take_along_dim", "norm", "vector_norm", "normalize", "repeat_interleave", "cosine_similarity",
+)  # fmt: skip
+_DIM_AT = dict.fromkeys(_DIM_FIRST, 1) | dict.fromkeys(_DIM_SECOND, 2)
 """Where each operation has its dimension among the positional arguments."""
 
 _DEFAULT_DIM = {"normalize": 1, "cosine_similarity": 1, "glu": -1, "sort": -1, "argsort": -1, "topk": -1}
@@ -90,7 +55,7 @@ def _dims(dim: Any, ndim: int, name: str) -> list[int] | None:
     """The dimensions that an operation works along; None where that is not known."""
     if name == "repeat_interleave" and dim is None:
         return None
-    if dim is None or dim == [] or dim == ():
+    if dim is None or dim in ([], ()):
         return list(range(ndim))
     dims = [dim] if type(dim) is int else dim
     if not isinstance(dims, list | tuple) or not all(type(each) is int for each in dims):
@@ -160,7 +125,7 @@ def _dims_given(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return kwargs.get("dim") is not None or (len(args) > 1 and args[1] is not None and not isinstance(args[1], bool))
 
 
-def _softmax(name: str, x: SequenceTensor, dims: list[int]) -> Any:
+def _softmax(name: str, x: torch.Tensor, dims: list[int]) -> Any:
     y = x - x.detach().amax(dims, True)
     if name == "log_softmax":
         return y - y.exp().sum(dims, True).log()
