@@ -36,6 +36,7 @@ def check_model(
     layout: Any = contiguous,
     bound: float = 1e-9,
     backward_outside: bool = False,
+    refetches: bool = False,
 ) -> ContextGroup:
     """Compares a model on `size` ranks, on which ``batch[name]`` is cut along ``dims[name]``, with one process."""
     model = model.double()
@@ -48,6 +49,7 @@ def check_model(
     def on_rank(group: ContextGroup) -> Any:
         if group.rank == 0:
             torch.manual_seed(3)
+        group.refetches = refetches
         with group.active():
             given = {
                 key: cut(value, dims[key], layout(value.shape[dims[key]], size)) if key in dims else value

@@ -1,13 +1,16 @@
 """A group of real processes."""
 
 import copy
+from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import tensorshard as ts
 from tensorshard.context_parallel import ContextGroup, cut, whole, zigzag
 
 
@@ -25,12 +28,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
+        self.dropout = dropout
         self.embedding, self.blocks = nn.Embedding(31, 16), nn.ModuleList([Block(16) for _ in range(2)])
 
     def forward(self, x: torch.Tensor, reentrant: bool | None = None) -> torch.Tensor:
-        h = F.dropout(self.embedding(x), 0.2)
+        h = F.dropout(self.embedding(x), self.dropout)
         for block in self.blocks:
             h = block(h) if reentrant is None else checkpoint(block, h, use_reentrant=reentrant)
         return F.cross_entropy((h @ self.embedding.weight.T)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
@@ -54,6 +58,41 @@ def _train(reentrant: bool | None) -> None:
         dist.all_reduce(one.grad)
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
     assert not group.fallbacks and sum(group.received.values()) > 0
+
+
+def _train_with_zero(zero: int, recompute: str) -> None:
+    torch.manual_seed(0)
+    model = Model(dropout=0.0)
+    x = torch.randint(0, 31, (2, 21))
+    alone, losses, group = copy.deepcopy(model), [], ContextGroup.of(dist.group.WORLD)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
+    engine = ts.parallelize(
+        model,
+        ts.Plan(zero=zero, recompute=recompute),
+        optimizer=partial(torch.optim.SGD, lr=0.02),
+        loss_fn=lambda out, _: out,
+    )
+    for _ in range(3):
+        expected = alone(x)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        with group.active():
+            loss = whole(engine.model(cut(x, 1)))
+        engine.backward(loss)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append((loss.item(), expected.item()))
+    assert losses[0][0] != losses[2][0]
+    for loss, expected in losses:
+        assert abs(loss - expected) < 1e-5 * abs(expected), losses
+    assert all("same_batch.py" in line for _, line in group.fallbacks), group.fallbacks  # which hashes a batch
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_parameters_that_are_sharded_over_the_same_ranks(ranks, zero, recompute):
+    ranks(2, _train_with_zero, zero, recompute)
 
 
 def test_processes_on_gloo(ranks):

@@ -231,6 +231,19 @@ def test_a_custom_autograd_function_is_given_whole_tensors():
     assert [name for name, _ in group.fallbacks] == ["Doubled"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["no mask", "causal mask", "padding left"])
+def test_keys_and_values_may_be_fetched_again_in_backward(name, layout):
+    torch.manual_seed(0)
+    middle, extra = MODULES[name]()
+    x = tokens()
+    dims = {"x": 1, "y": 1} | dict.fromkeys(extra, 1)
+    group = check_model(
+        Body(middle), {"x": x, "y": x, **extra}, dims, layout=LAYOUTS[layout], refetches=True, backward_outside=True
+    )
+    assert group.calls["attention again"] == 1
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_outside_of_the_group(reentrant):
     from torch.utils.checkpoint import checkpoint

@@ -66,7 +66,9 @@ def _attempts(rule: Rule | None, body: Callable[..., Any] | None) -> Handler:
 
 def _check_members(members: Sequence[Any], func: Callable[..., Any]) -> None:
     for member in members:
-        if type(member) is SequenceTensor:
+        if type(member) is SequenceTensor and (
+            member._gathered is not None or member._copied_from is not None or member.group.pieces
+        ):
             before_use(member, func)
 
 

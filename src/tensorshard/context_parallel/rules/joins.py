@@ -23,6 +23,8 @@ def cat(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     if not isinstance(given, list | tuple) or kwargs.get("out") is not None or not isinstance(dim, int):
         return NotImplemented
+    if _are_alike(given) and dim % given[0].ndim != given[0].split_dim:  # the usual case
+        return given[0].like(torch.cat([tensor.local for tensor in given], dim))
     # torch ignores empty tensors of one dimension
     tensors = [t for t in given if t.ndim != 1 or t.numel() or all(other.ndim == 1 for other in given)]
     lead = _lead(tensors)
@@ -45,6 +47,18 @@ def cat(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         found.append(layout)
         parts.append(part_of(tensor, dim, layout, "cat", group))
     return SequenceTensor(torch.cat(parts, dim), dim, joined(tuple(found)), group)
+
+
+def _are_alike(tensors: Sequence[Any]) -> bool:
+    """Whether all are sequence tensors of one layout."""
+    first = tensors[0] if tensors else None
+    return type(first) is SequenceTensor and all(
+        type(each) is SequenceTensor
+        and each.sequence is first.sequence
+        and each.split_dim == first.split_dim
+        and len(each._whole_shape) == len(first._whole_shape)
+        for each in tensors
+    )
 
 
 @rule("stack")

@@ -24,8 +24,8 @@ _OTHERS = (
 @rule("broadcast_tensors", "polar", "complex", "isclose", "masked_fill", "where", "copy", *_ACTIVATIONS)
 def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An element-by-element operation with broadcasting."""
-    if not kwargs and len(args) <= 3 and type(args[0]) is SequenceTensor:
-        result = _in_one_layout(func, args)
+    if len(args) <= 3 and args and type(args[0]) is SequenceTensor and not (kwargs and _has_tensors(kwargs)):
+        result = _in_one_layout(func, args, kwargs)
         if result is not NotImplemented:
             return result
     name = name_of(func)
@@ -43,7 +43,11 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return map_tensors(lambda o: SequenceTensor(o, o.ndim + from_end, layout, lead.group), out)
 
 
-def _in_one_layout(func: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _has_tensors(kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor | tuple | list) for value in kwargs.values())
+
+
+def _in_one_layout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The usual case, without a search: sequence tensors of one layout, numbers and plain tensors."""
     x = args[0]
     ndim, layout, parts = len(x._whole_shape), x.sequence, []
@@ -62,7 +66,7 @@ def _in_one_layout(func: Callable[..., Any], args: Sequence[Any]) -> Any:
             parts.append(arg)
     if len(parts) == 1 and name_of(func) == "where":
         return NotImplemented
-    out = func(*parts)
+    out = func(*parts, **kwargs) if kwargs else func(*parts)
     if type(out) is torch.Tensor:
         return x if out is x.local else SequenceTensor(out, out.dim() + from_end, layout, x.group)
     if out is x.local:

@@ -12,6 +12,8 @@ from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 _EMBEDDING = Signature(
     lambda input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False: 0
 )
+_GROUPED = Signature(lambda a, b, offs=None, bias=None, out_dtype=None: 0)
+_GROUPED_NAMES = {"mat_a": "a", "mat_b": "b", "input": "a", "weight": "b", "mat2": "b", "self": "a"}
 
 
 @rule("embedding")
@@ -46,10 +48,10 @@ def one_hot(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 @rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 def grouped_mm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Rows that are sorted by expert, times each expert's matrix. Each rank multiplies its own rows."""
-    a, b = args[0], args[1]
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-    if len(args) > 3 or not set(kwargs) <= {"offs"} or not isinstance(offsets, torch.Tensor):
+    call = _GROUPED.bind(args, {_GROUPED_NAMES.get(key, key): value for key, value in kwargs.items()})
+    if call is None or call["bias"] is not None or not isinstance(call["offs"], torch.Tensor):
         return NotImplemented
+    a, b, offsets = call["a"], call["b"], call["offs"]
     if not isinstance(a, SequenceTensor) or a.ndim != 2 or a.split_dim != 0:
         return NotImplemented
     if isinstance(b, SequenceTensor) or isinstance(offsets, SequenceTensor):
@@ -58,4 +60,5 @@ def grouped_mm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return NotImplemented
     mine = a.sequence.positions(a.group.rank)
     own = torch.from_numpy(np.searchsorted(mine, offsets.cpu().numpy())).to(offsets.device, offsets.dtype)
-    return a.like(func(a.local, b, own) if len(args) > 2 else func(a.local, b, offs=own))
+    options = {} if call["out_dtype"] is None else {"out_dtype": call["out_dtype"]}
+    return a.like(func(a.local, b, offs=own, **options))

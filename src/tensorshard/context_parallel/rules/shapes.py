@@ -17,8 +17,13 @@ from tensorshard.context_parallel.views import note_copy
 def shapes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A reshape of any kind."""
     x = args[0]
-    if not isinstance(x, SequenceTensor) or any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
+    if not isinstance(x, SequenceTensor):
         return NotImplemented
+    dtype = next((arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.dtype)), None)
+    if dtype is not None:  # the same bytes, seen as another type
+        if x.split_dim == x.ndim - 1 and dtype.itemsize != x.dtype.itemsize:
+            return NotImplemented
+        return SequenceTensor(x.local.view(dtype), x.split_dim, x.sequence, x.group)
     new = _new_shape(func, x, args, kwargs)
     result = reshaped(x, new)
     if result is not NotImplemented:
@@ -36,6 +41,9 @@ def _new_shape(func: Callable[..., Any], x: SequenceTensor, args: Sequence[Any],
     if name in ("view", "reshape") and not kwargs:
         given = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
         new = [int(size) for size in given]
+    elif name == "unsqueeze" and len(args) == 2 and not kwargs:
+        new = list(x.shape)
+        new.insert(args[1] if args[1] >= 0 else x.ndim + 1 + args[1], 1)
     else:
         metas = [torch.empty(arg.shape, device="meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
         metas_by_name = {
