@@ -14,7 +14,8 @@ _CASTS = (
     "cdouble",
 )  # fmt: skip
 _COPIES = (
-    "contiguous", "resolve_conj", "resolve_neg", "clone", "detach", "cpu", "cuda", "data", "alias", "__copy__", "requires_grad_", "pin_memory",
+    "contiguous", "resolve_conj", "resolve_neg", "clone", "detach", "cpu", "cuda", "data",
+    "alias", "__copy__", "requires_grad_", "pin_memory",
 )  # fmt: skip
 _FILLED = ["zeros_like", "ones_like", "full_like", "empty_like"]
 
