@@ -131,6 +131,8 @@ class ShardedParameter(DTensorWithDirectHooks):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and any(getattr(each, "takes_precedence", False) for each in types):
+            return NotImplemented  # a tensor that is split along a sequence reads the full parameter
         return _KINDS[_kind(func)](func, args, kwargs or {})
 
     def note_write(self, *values: torch.Tensor) -> None:
@@ -406,6 +408,8 @@ class FullTensorView(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and any(getattr(each, "takes_precedence", False) for each in types):
+            return NotImplemented
         target = args[0] if args and isinstance(args[0], FullTensorView) else None
         with without_torch_functions_of_tensors():
             plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))

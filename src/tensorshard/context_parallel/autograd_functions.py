@@ -1,0 +1,108 @@
+"""Custom autograd functions, which would lose the gradients of tensors that they do not know.
+
+They are given whole tensors, and their results are cut again. Those of FSDP, which return their arguments, act on this
+rank's parts; recomputation repeats a forward with sequence tensors.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tensorshard.context_parallel.active_groups import Activation, activated, active, replace_while_active
+from tensorshard.context_parallel.fallback import compute_whole
+from tensorshard.context_parallel.sequence_tensor import SequenceTensor
+from tensorshard.torch_private.recomputation import (
+    IDENTITIES,
+    PLAIN_MARKERS,
+    function_calls,
+    is_reentrant_checkpoint,
+    repeated_forwards,
+)
+
+_apply = function_calls.apply
+
+ACTS_LOCALLY = "acts_on_parts"
+"""An autograd function with this class attribute acts on this rank's part of each argument. It returns its tensors, or
+tensors of the same shapes, in their order."""
+
+
+def _guard(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``cls.apply(*args, **kwargs)``, perhaps of sequence tensors."""
+    if not any(isinstance(arg, SequenceTensor) for arg in args) or cls.__name__ in PLAIN_MARKERS:
+        return _apply(cls, *args, **kwargs)
+    if is_reentrant_checkpoint(cls):
+        return _checkpoint(cls, *args)
+    if cls.__name__ in IDENTITIES or getattr(cls, ACTS_LOCALLY, False):
+        return _on_parts(cls, *args)
+    return compute_whole(lambda *whole: _apply(cls, *whole), args, kwargs, cls.__name__)
+
+
+def _on_parts(cls: Any, *args: Any) -> Any:
+    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    out = _apply(cls, *(arg.local if isinstance(arg, SequenceTensor) else arg for arg in args))
+    outs = out if isinstance(out, tuple) else (out,)
+    results = tuple(
+        like.like(each) if isinstance(like, SequenceTensor) else each for each, like in zip(outs, given, strict=False)
+    )
+    return results if isinstance(out, tuple) else results[0]
+
+
+def _checkpoint(cls: Any, function: Callable[..., Any], keeps_random_state: bool, *args: Any) -> Any:
+    """Autograd keeps this rank's parts; the function gets sequence tensors of them, in forward and in backward."""
+    kept = active()
+    given = next(arg for arg in args if isinstance(arg, SequenceTensor))
+    activation = kept or Activation(given.group)
+    likes: list[Any] = []
+
+    def on_parts(*parts: Any) -> Any:
+        whole = [
+            arg.like(part) if isinstance(arg, SequenceTensor) else part for arg, part in zip(args, parts, strict=True)
+        ]
+        with activated(activation):
+            out = function(*whole)
+        outs = out if isinstance(out, tuple) else (out,)
+        likes[:] = [out, *outs]
+        locals_ = tuple(each.local if isinstance(each, SequenceTensor) else each for each in outs)
+        return locals_ if isinstance(out, tuple) else locals_[0]
+
+    parts = [arg.local if isinstance(arg, SequenceTensor) else arg for arg in args]
+    result = _apply(cls, on_parts, keeps_random_state, *parts)
+    first, *layouts = likes
+    results = result if isinstance(result, tuple) else (result,)
+    wrapped = tuple(
+        like.like(each) if isinstance(like, SequenceTensor) else each
+        for like, each in zip(layouts, results, strict=True)
+    )
+    likes.clear()
+    return wrapped if isinstance(first, tuple) else wrapped[0]
+
+
+def _as_sequence(like: Any, part: Any) -> Any:
+    return like.like(part) if isinstance(like, SequenceTensor) else part
+
+
+def _repeating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a checkpoint repeats in backward works for the same group there."""
+
+    @functools.wraps(original)
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        activation = active()
+        if activation is None:
+            return original(function, *args, **kwargs)
+
+        def repeat(*again: Any, **again_by_name: Any) -> Any:
+            with activated(activation):
+                return function(*again, **again_by_name)
+
+        return original(repeat, *args, **kwargs)
+
+    return generator
+
+
+def register() -> None:
+    """Guards autograd functions while a thread works for a group."""
+    function_calls.guard = _guard
+    replace_while_active(function_calls.function, "__code__", lambda original: function_calls.guarded)
+    replace_while_active(*repeated_forwards(), _repeating)

@@ -1,0 +1,100 @@
+"""The ranks that share one sequence, seen from one of them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tensorshard.comm.primitives import start_exchange
+from tensorshard.context_parallel.active_groups import Activation, activated
+from tensorshard.context_parallel.user_lines import line_of_caller
+
+Exchange = Callable[[list[torch.Tensor], list[tuple[int, ...]]], list[torch.Tensor]]
+"""An all-to-all: sends piece i to rank i, and returns what each rank has sent, of the given shapes."""
+
+
+class ContextGroup:
+    """This rank, the others, and what they have exchanged.
+
+    Args:
+        rank: of this process (or thread) in the group.
+        size: how many ranks there are.
+        exchange: moves the data.
+
+    Attributes:
+        received: bytes that came from other ranks, by what they were for. What backward exchanges ends in ``'``.
+        calls: exchanges, by what they were for.
+        fallbacks: (operation, line of the user's code) -> how often it was computed on whole tensors.
+        call: describes the exchange under way, equal on all ranks that make the same one.
+        pieces: plain tensors that are views of sequence tensors in torch, see :mod:`views`.
+        refetches: whether backward fetches the keys and values of attention again, instead of keeping all ranks'.
+    """
+
+    def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
+        self.rank, self.size = rank, size
+        self.received: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self.call = ""
+        self.refetches = False
+        self.pieces: list[Any] = []
+        self._exchange = exchange
+        self._number = 0
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> "ContextGroup":
+        """The ranks of a process group of torch, on Gloo or NCCL."""
+
+        def exchange(pieces: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+            sizes = [torch.Size(shape).numel() for shape in shapes]
+            parts = start_exchange([piece.reshape(-1) for piece in pieces], sizes, pieces[0], process_group)()
+            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        return cls(process_group.rank(), process_group.size(), exchange)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, autograd functions that know no sequence tensors are given whole ones, and positions that a model
+        counts with ``torch.arange`` are cut."""
+        with activated(Activation(self)):
+            yield
+
+    def number_call(self) -> int:
+        """A number for an exchange that a forward is about to make; its backward gets the same."""
+        self._number += 1
+        return self._number
+
+    def exchange(
+        self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], what: str, number: int
+    ) -> list[torch.Tensor]:
+        """Sends ``pieces[r]`` to rank r, and returns what each rank has sent.
+
+        Args:
+            shapes: of what each rank sends to this one.
+            what: it is for.
+            number: of the call, from :meth:`number_call`.
+        """
+        self.call = f"{what} ({number})"
+        if self.size == 1:
+            return list(pieces)
+        got = self._exchange([piece.contiguous() for piece in pieces], list(shapes))
+        self.received[what] += sum(piece.nbytes for rank, piece in enumerate(got) if rank != self.rank)
+        self.calls[what] += 1
+        return got
+
+    def draw(self, function: Callable[[], Any]) -> Any:
+        """Random numbers of whole tensors. All ranks have the same generator state and draw the same."""
+        return function()
+
+    def note_fallback(self, operation: str) -> None:
+        """Counts an operation that is computed on whole tensors."""
+        self.fallbacks[operation, line_of_caller()] += 1
+
+    def __deepcopy__(self, memo: Any) -> "ContextGroup":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a group of context parallelism belongs to its process; it cannot be pickled")

@@ -1,0 +1,118 @@
+"""Layouts of sequences, and what becomes of a layout when the dimension is sliced, joined, flattened or split."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from tensorshard.context_parallel.sequence_layout import Array, PositionLists, SequenceLayout, runs_of
+
+_CACHED = 512
+
+
+@lru_cache(_CACHED)
+def contiguous(length: int, size: int) -> SequenceLayout:
+    """Rank after rank, as evenly as possible."""
+    bounds = [length * rank // size for rank in range(size + 1)]
+    return SequenceLayout([np.array([[start, stop]]) for start, stop in pairwise(bounds)])
+
+
+@lru_cache(_CACHED)
+def zigzag(length: int, size: int) -> SequenceLayout:
+    """Each rank holds one part from the front and its counterpart from the back. For causal attention, every rank then
+    has equally much to compute."""
+    bounds = [length * part // (2 * size) for part in range(2 * size + 1)]
+    parts = [(bounds[part], bounds[part + 1]) for part in range(2 * size)]
+    return SequenceLayout([np.array([parts[rank], parts[2 * size - 1 - rank]]) for rank in range(size)])
+
+
+def from_positions(positions: Sequence[Array]) -> SequenceLayout:
+    """A layout in which rank r holds ``positions[r]``, in that order."""
+    return SequenceLayout([runs_of(each) for each in positions])
+
+
+@lru_cache(_CACHED)
+def elsewhere(length: int, size: int) -> SequenceLayout:
+    """A contiguous layout of another dimension than the sequence, used for a while. Where it meets a sequence's own
+    layout, that one prevails."""
+    return SequenceLayout(contiguous(length, size).runs, is_home=False)
+
+
+@lru_cache(_CACHED)
+def at_rank(length: int, rank: int, size: int) -> SequenceLayout:
+    """All positions on one rank."""
+    return SequenceLayout([np.array([[0, length if each == rank else 0]]) for each in range(size)])
+
+
+@lru_cache(_CACHED)
+def expanded(layout: SequenceLayout, outer: int, inner: int) -> SequenceLayout:
+    """The layout of the dimension [outer, sequence, inner], flattened."""
+    if outer == inner == 1:
+        return layout
+    starts = np.arange(outer)[:, None, None] * layout.length
+    runs = [((starts + each[None]) * inner).reshape(-1, 2) for each in layout.runs]
+    before, root, after = layout.root
+    return SequenceLayout(runs, (outer * before, root, inner * after), layout.is_home)
+
+
+@lru_cache(_CACHED)
+def factored(layout: SequenceLayout, rows: int, columns: int) -> tuple[int, SequenceLayout] | None:
+    """If the dimension is [rows, columns] of which each rank holds whole rows, or the same columns of every row: which
+    of the two dimensions is split (0 or 1), and its layout."""
+    owner = layout.owner.reshape(rows, columns)
+    for dim, line in ((1, owner[0]), (0, owner[:, 0])):
+        if (owner == (line[None] if dim else line[:, None])).all():
+            positions = [np.flatnonzero(line == rank) for rank in range(layout.ranks)]
+            return dim, SequenceLayout([runs_of(each) for each in positions], None, layout.is_home)
+    return None
+
+
+@lru_cache(_CACHED)
+def narrowed(layout: SequenceLayout, start: int, stop: int, step: int = 1) -> tuple[SequenceLayout, PositionLists]:
+    """The layout of positions ``start:stop:step``, each of which stays where it is; and which of its places each rank
+    keeps."""
+    runs, places = [], []
+    for each in layout.runs:
+        held = each[:, 1] - each[:, 0]
+        begins = np.cumsum(held) - held
+        lower, upper = np.maximum(each[:, 0], start), np.minimum(each[:, 1], stop)
+        if step > 1:
+            lower = start + -(-(lower - start) // step) * step
+        kept = lower < upper
+        lower, upper, at = lower[kept], upper[kept], (begins + lower.clip(min=0) - each[:, 0])[kept]
+        if step == 1:
+            runs.append(np.stack([lower, upper], 1) - start)
+            places.append(np.stack([at, at + upper - lower], 1))
+            continue
+        counts = -(-(upper - lower) // step)
+        first = (lower - start) // step
+        runs.append(np.stack([first, first + counts], 1))
+        within = [np.arange(begin, begin + count * step, step) for begin, count in zip(at, counts, strict=True)]
+        places.append(runs_of(np.concatenate([*within, np.zeros(0, np.int64)])))
+    return SequenceLayout(runs, None, layout.is_home), PositionLists(places)
+
+
+def selected(layout: SequenceLayout, positions: Array) -> tuple[SequenceLayout, PositionLists]:
+    """The layout of ``sequence[positions]``, where each stays at its owner; and which places each rank takes."""
+    return _selected(layout, np.ascontiguousarray(positions, np.int64).tobytes())
+
+
+@lru_cache(64)
+def _selected(layout: SequenceLayout, raw: bytes) -> tuple[SequenceLayout, PositionLists]:
+    positions = np.frombuffer(raw, np.int64)
+    owner = layout.owner[positions]
+    new = [np.flatnonzero(owner == rank) for rank in range(layout.ranks)]
+    places = [layout.place[positions[each]] for each in new]
+    return SequenceLayout([runs_of(each) for each in new], None, layout.is_home), PositionLists.of_positions(places)
+
+
+@lru_cache(_CACHED)
+def joined(layouts: tuple[SequenceLayout, ...]) -> SequenceLayout:
+    """The layout of sequences one after the other."""
+    starts = np.cumsum([0, *(layout.length for layout in layouts)])
+    runs = [
+        np.concatenate([layout.runs[rank] + start for layout, start in zip(layouts, starts, strict=False)])
+        for rank in range(layouts[0].ranks)
+    ]
+    return SequenceLayout(runs, None, any(layout.is_home for layout in layouts))

@@ -1,0 +1,41 @@
+"""How each kind of operation is done on sequence tensors."""
+
+from tensorshard.context_parallel.rules import (
+    attention,
+    autograd,
+    contractions,
+    convolutions,
+    copies,
+    indexing,
+    joins,
+    losses,
+    normalizations,
+    pointwise,
+    random_numbers,
+    recurrent,
+    reductions,
+    routing,
+    scans,
+    shapes,
+    writing,
+)
+
+__all__ = [
+    "attention",
+    "autograd",
+    "contractions",
+    "convolutions",
+    "copies",
+    "indexing",
+    "joins",
+    "losses",
+    "normalizations",
+    "pointwise",
+    "random_numbers",
+    "recurrent",
+    "reductions",
+    "routing",
+    "scans",
+    "shapes",
+    "writing",
+]

@@ -1,0 +1,83 @@
+"""Calls of custom autograd functions, and forwards that are repeated in backward."""
+
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+IDENTITIES = ("RegisterPostBackwardFunction", "RegisterPreBackwardFunction", "_DDPSink")
+"""Names of the autograd functions of FSDP and DDP that return their arguments."""
+
+PLAIN_MARKERS = ("_NoopSaveInputs",)
+"""Names of autograd functions that look at none of their arguments' values."""
+
+
+def repeated_forwards() -> tuple[Any, str]:
+    """Where ``torch.utils.checkpoint`` with ``use_reentrant=False`` takes the function that it repeats in backward, as
+    the first argument: a module and the name of its attribute.
+
+    Why: a forward that is repeated in backward needs the context that it first ran in, whoever calls backward.
+
+    Checked: torch 2.13.
+
+    Public way: ``context_fn``, for who calls ``checkpoint`` oneself.
+    """
+    return checkpoint, "_checkpoint_without_reentrant_generator"
+
+
+def is_reentrant_checkpoint(function: type[torch.autograd.Function]) -> bool:
+    """Whether this is the autograd function of ``torch.utils.checkpoint`` with ``use_reentrant=True``.
+
+    Its arguments are the function to repeat, whether random states are kept, and that function's arguments.
+
+    Why: the function has to be given whole-looking tensors again in backward, where autograd kept their parts.
+
+    Checked: torch 2.13.
+
+    Public way: none.
+    """
+    return function is CheckpointFunction
+
+
+class FunctionCalls:
+    """All calls of custom autograd functions, also through an ``apply`` that code took long ago (``f = F.apply``).
+
+    They go to `guard(cls, args, kwargs)` while `code` is :attr:`guarded`. It replaces the code of
+    ``torch.autograd.Function.apply``, which bound methods share.
+
+    Why: functions that know no tensor classes have to be given plain tensors before autograd looks at them.
+
+    Checked: torch 2.13.
+
+    Public way: none for a method that is bound already.
+    """
+
+    guard: Callable[[Any, Any, Any], Any]
+
+    def __init__(self) -> None:
+        self.function: FunctionType = torch.autograd.Function.__dict__["apply"].__func__
+        f = self.function
+        self._original = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+        self.guarded = _code_that_asks()
+
+    def apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``cls.apply(*args, **kwargs)`` as torch does it."""
+        return self._original(cls, *args, **kwargs)
+
+
+def _code_that_asks() -> CodeType:
+    __class__ = object  # torch's function refers to its class, and its code may only be replaced by one that does, too
+
+    def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
+        _ = __class__
+        from tensorshard.torch_private.recomputation import function_calls
+
+        return function_calls.guard(cls, args, kwargs)
+
+    return apply.__code__
+
+
+function_calls = FunctionCalls()

@@ -1,0 +1,261 @@
+"""Modules and functions as users write them, on ranks that are threads: exact in fp64, for any layout."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sequence_parity import LAYOUTS, check_model
+from torch import nn
+
+VOCABULARY, BATCH, LENGTH, WIDTH = 31, 2, 23, 16
+
+
+def tokens(length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, length))
+
+
+class Body(nn.Module):
+    """An embedding, what a test makes of it, and the loss of the next token."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.middle = middle
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
+        z = self.head(self.middle(self.embedding(x), **masks))
+        return F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+
+
+class Attention(nn.Module):
+    """Attention of any kind: its mask is made by `mask_of(positions, given mask)`."""
+
+    def __init__(self, mask_of: Any = None, heads: int = 4, kv_heads: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.mask_of, self.options = heads, kv_heads, mask_of, options
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key_value = nn.Linear(WIDTH, 2 * WIDTH * kv_heads // heads)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, h: torch.Tensor, mask: torch.Tensor | None = None, memory: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        source = h if memory is None else memory
+        q = self.query(h).view(*h.shape[:2], self.heads, -1).transpose(1, 2)
+        k, v = self.key_value(source).view(*source.shape[:2], 2, self.kv_heads, -1).permute(2, 0, 3, 1, 4)
+        if self.mask_of is not None:
+            mask = self.mask_of(torch.arange(h.shape[1]), mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.options)
+        return h + self.out(out.transpose(1, 2).flatten(2))
+
+
+def causal(positions: torch.Tensor) -> torch.Tensor:
+    return positions[:, None] >= positions[None]
+
+
+def alibi(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    distance = (positions[None] - positions[:, None]).to(torch.float64)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)[:, None, None]
+    return (slopes * distance).masked_fill(~causal(positions), -math.inf)
+
+
+def padded(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    return causal(positions)[None, None] & mask[:, None, None, :].bool() | torch.eye(len(positions), dtype=torch.bool)
+
+
+def packed(positions: torch.Tensor, documents: Any) -> torch.Tensor:
+    return causal(positions)[None, None] & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def windowed(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    return causal(positions) & (positions[:, None] - positions[None] < 5)
+
+
+def prefixed(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    return causal(positions) | (positions[None] < 6)
+
+
+class Local(nn.Module):
+    """A function of the hidden states, with parameters."""
+
+    def __init__(self, function: Any, **modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleDict(modules)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.function(h, **self.parts)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        size = WIDTH // (2 if options.get("bidirectional") else 1)
+        self.layer = kind(WIDTH, size, num_layers=2, batch_first=True, **options)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.layer(h)[0]
+
+
+def along_time(function: Any) -> Any:
+    return lambda h, **parts: function(h.transpose(1, 2), **parts).transpose(1, 2)
+
+
+def left_mask() -> torch.Tensor:
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, :12] = 0  # all tokens of a rank, in contiguous parts
+    return mask
+
+
+def documents() -> torch.Tensor:
+    return torch.tensor([0] * 7 + [1] * 10 + [2] * (LENGTH - 17)).expand(BATCH, -1).contiguous()
+
+
+MODULES: dict[str, Any] = {
+    "causal": lambda: (Attention(is_causal=True), {}),
+    "causal, grouped queries": lambda: (Attention(is_causal=True, kv_heads=1, enable_gqa=True), {}),
+    "causal mask": lambda: (Attention(lambda positions, mask: causal(positions)), {}),
+    "window": lambda: (Attention(windowed), {}),
+    "ALiBi": lambda: (Attention(alibi), {}),
+    "padding left": lambda: (Attention(padded), {"mask": left_mask()}),
+    "padding right": lambda: (Attention(padded), {"mask": left_mask().flip(1)}),
+    "packed documents": lambda: (Attention(packed), {"mask": documents()}),
+    "prefix LM": lambda: (Attention(prefixed), {}),
+    "no mask": lambda: (Attention(), {}),
+    "cross attention": lambda: (Attention(), {"memory": torch.randn(BATCH, 17, WIDTH)}),
+    "torch's encoder layer": lambda: (nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True), {}),
+    "causal convolution": lambda: (
+        Local(along_time(lambda h, conv: conv(F.pad(h, (3, 0)))), conv=nn.Conv1d(WIDTH, WIDTH, 4, groups=4)),
+        {},
+    ),
+    "centred convolution": lambda: (
+        Local(along_time(lambda h, conv: conv(h)), conv=nn.Conv1d(WIDTH, WIDTH, 5, padding="same")),
+        {},
+    ),
+    "strided convolution": lambda: (
+        Local(
+            along_time(lambda h, conv: conv(h).repeat_interleave(2, -1)[..., :LENGTH]),
+            conv=nn.Conv1d(WIDTH, WIDTH, 3, stride=2, padding=1),
+        ),
+        {},
+    ),
+    "running mean": lambda: (Local(lambda h: h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]), {}),
+    "linear attention": lambda: (
+        Local(lambda h: torch.einsum("btd,bde->bte", h, torch.einsum("btd,bte->bde", h, h))),
+        {},
+    ),
+    "LSTM": lambda: (Recurrent(nn.LSTM), {}),
+    "GRU": lambda: (Recurrent(nn.GRU), {}),
+    "LSTM both ways": lambda: (Recurrent(nn.LSTM, bidirectional=True), {}),
+    "batch norm": lambda: (Local(along_time(lambda h, norm: norm(h)), norm=nn.BatchNorm1d(WIDTH)), {}),
+    "group norm": lambda: (Local(along_time(lambda h, norm: norm(h)), norm=nn.GroupNorm(4, WIDTH)), {}),
+    "mean pooling": lambda: (Local(lambda h: h.mean(1, keepdim=True)), {}),
+    "first position": lambda: (Local(lambda h: h[:, :1] * h[:, -1:]), {}),
+    "softmax pooling": lambda: (Local(lambda h: (torch.softmax(h.sum(-1), 1)[..., None] * h).sum(1, keepdim=True)), {}),
+    "shifts": lambda: (
+        Local(
+            lambda h: h.roll(1, 1).flip(1) + F.pad(h, (0, 0, 2, 0))[:, :-2] + torch.cat([h[:, 3:], h[:, :3]], 1)
+        ),
+        {},
+    ),
+    "mixing positions": lambda: (Local(along_time(lambda h, mix: mix(h)), mix=nn.Linear(LENGTH, LENGTH)), {}),
+    "a loop over positions": lambda: (
+        Local(lambda h: torch.stack([h[:, t] * h[:, t - 1] for t in range(h.shape[1])], 1)),
+        {},
+    ),
+    "sorted tokens": lambda: (Local(lambda h: h.flatten(0, 1)[h.flatten(0, 1)[:, 0].argsort()].view(h.shape)), {}),
+    "chunks": lambda: (
+        Local(lambda h: F.pad(h, (0, 0, 0, 1)).view(h.shape[0], 4, 6, -1).cumsum(2).flatten(1, 2)[:, :-1]),
+        {},
+    ),
+    "dropout": lambda: (Local(lambda h, drop: drop(h), drop=nn.Dropout(0.4)), {}),
+    "dropout of attention": lambda: (Attention(lambda positions, mask: causal(positions), dropout_p=0.3), {}),
+    "norm and activations": lambda: (
+        Local(
+            lambda h, norm, up, down: down(F.gelu(up(norm(h)))),
+            norm=nn.LayerNorm(WIDTH),
+            up=nn.Linear(WIDTH, 40),
+            down=nn.Linear(40, WIDTH),
+        ),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_computes_what_it_computes_on_one_rank(name, layout, size):
+    torch.manual_seed(0)
+    middle, extra = MODULES[name]()
+    x = tokens()
+    y = x.clone()
+    y[:, :12] = -100  # no target on the first rank, in contiguous parts
+    dims = {"x": 1, "y": 1} | dict.fromkeys(extra, 1)
+    check_model(Body(middle), {"x": x, "y": y, **extra}, dims, size=size, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ["causal", "norm and activations", "padding left", "dropout", "LSTM", "batch norm"])
+def test_usual_modules_need_no_whole_tensors(name):
+    torch.manual_seed(0)
+    middle, extra = MODULES[name]()
+    x = tokens()
+    group = check_model(Body(middle), {"x": x, "y": x, **extra}, {"x": 1, "y": 1} | dict.fromkeys(extra, 1))
+    assert not group.fallbacks
+
+
+def test_an_unknown_operation_is_computed_on_whole_tensors_and_counted():
+    group = check_model(
+        Body(Local(lambda h: torch.fft.fft(h, dim=1).real + h.cumprod(1))),
+        {"x": tokens(), "y": tokens()},
+        {"x": 1, "y": 1},
+    )
+    [(operation, line)] = group.fallbacks
+    assert operation == "fft_fft" and "test_modules.py:" in line
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_a_custom_autograd_function_is_given_whole_tensors():
+    group = check_model(Body(Local(Doubled.apply)), {"x": tokens(), "y": tokens()}, {"x": 1, "y": 1})
+    assert [name for name, _ in group.fallbacks] == ["Doubled"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["no mask", "causal mask", "padding left"])
+def test_keys_and_values_may_be_fetched_again_in_backward(name, layout):
+    torch.manual_seed(0)
+    middle, extra = MODULES[name]()
+    x = tokens()
+    dims = {"x": 1, "y": 1} | dict.fromkeys(extra, 1)
+    group = check_model(
+        Body(middle), {"x": x, "y": x, **extra}, dims, layout=LAYOUTS[layout], refetches=True, backward_outside=True
+    )
+    assert group.calls["attention again"] == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_outside_of_the_group(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attention(lambda positions, mask: causal(positions))
+            self.drop = Local(lambda h, drop: drop(h), drop=nn.Dropout(0.0))
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda h: self.drop(self.inner(h)), h, use_reentrant=reentrant)
+
+    group = check_model(Body(Recomputed()), {"x": tokens(), "y": tokens()}, {"x": 1, "y": 1}, backward_outside=True)
+    assert not group.fallbacks
