@@ -156,10 +156,6 @@ class LoggingHook(Hook):
         for logger in self.loggers:
             logger.start(trainer.step, trainer.max_steps)
 
-    def before_step(self, trainer: "Trainer") -> None:
-        # Measuring the norm communicates, so every rank does it, and only for steps that are written down.
-        trainer.engine.measure_grad_norm = self._is_due(trainer, trainer.step + 1)
-
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
         if not self.loggers:
             return
