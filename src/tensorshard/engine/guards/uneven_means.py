@@ -70,8 +70,9 @@ class UnevenMeans:
             logger.warning(
                 "the loss is a mean over a number of targets that differs between data ranks or micro-batches (%s). "
                 "Their means are not weighted by it, so that the loss depends on how many there are: give (sum, "
-                "count), of cross_entropy(..., reduction='sum') and (targets != -100).sum() for instance, or take "
-                "loss_fn=ts.model_loss for a model that computes its own loss (docs/coupled-losses.md)",
+                "count), of cross_entropy(..., reduction='sum') and (targets != -100).sum() for instance, or "
+                "weight[targets].sum() where classes have weights; or take loss_fn=ts.model_loss for a model that "
+                "computes its own loss (docs/coupled-losses.md)",
                 shown,
             )
 
