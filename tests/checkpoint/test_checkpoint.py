@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parity
-from tensorshard.weights.files.checkpoint_files import read_metadata
+from tensorshard.weights.files.checkpoint_files import open_checkpoint, read_metadata
 
 PLANS = {
     "zero3_on_2": (2, dict(zero=3)),
@@ -110,7 +110,17 @@ def test_another_models_checkpoint_is_refused(ranks, tmp_path):
     path = str(tmp_path / "gpt")
     ranks(2, _save, "gpt", path)
     assert "another model" in ranks(2, _load_into, "vit", path)[0]
-    assert "not a checkpoint" in ranks(1, _load_into, "vit", str(tmp_path / "nowhere"))[0]
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path):
+    (tmp_path / "weights.pt").touch()
+    for path, why in [
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tmp_path / "weights.pt", "it is a file, and a checkpoint is the folder that engine.save wrote"),
+        (tmp_path, "it has no file engine.json"),
+    ]:
+        with pytest.raises(FileNotFoundError, match=f"not a checkpoint of tensorshard: {why}"):
+            open_checkpoint(path)
 
 
 class _Evil:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import tensorshard as ts
+from tensorshard.comm.call_watch import add_cause
 from tensorshard.comm.refusals import FULL, is_refusal, report_refusals_once
 
 
@@ -65,6 +67,23 @@ def _other_error() -> Exception:
     except TypeError as error:
         return error
     raise AssertionError
+
+
+def _left_alone() -> Exception:
+    """What a rank raises that another one has left in a collective."""
+    try:
+        nn.Linear(2, 3)(torch.ones(1, 4))
+    except RuntimeError as error:
+        add_cause(error, "engine.save", "rank 1 called engine.step while rank 0 called engine.save")
+        return error
+    raise AssertionError
+
+
+def test_a_call_of_one_rank_alone_is_written_without_a_traceback(ranks):
+    for written in ranks(2, _written, _left_alone):
+        lines = written.splitlines()
+        assert f'File "{Path(__file__)}"' in lines[0] and len(lines) <= 3
+        assert lines[1].startswith("RuntimeError: engine.save could not end: rank 1 called engine.step")
 
 
 def test_other_errors_keep_their_traceback(ranks):

@@ -234,14 +234,34 @@ def _alone_once(samples: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_loops_of_ones_own_refuse_means_over_unequal_shares(ranks):
-    for rank, message in [
-        *enumerate(ranks(2, _own_loop, 11, "mean")),
-        *enumerate(ranks(2, _own_loop, 11, "mean", list)),
-    ]:
+@pytest.mark.parametrize("read", [iter, pytest.param(list, marks=pytest.mark.slow)])
+def test_loops_of_ones_own_weigh_means_by_their_samples(ranks, read):
+    parity.assert_same_state(ranks(2, _own_loop, 11, "mean", read)[0], _alone_once(11), 1e-5)
+
+
+def _mean_losses() -> list[float]:
+    """Of a loop of one's own, with a penalty, which counts once."""
+    engine = engine_of(Regular(), zero=1)
+    losses = []
+    for x, y in engine.loader(dataset(9), BATCH, shuffle=False):
+        loss = squares(engine.model(x), y) + 1e-2 * sum(p.square().sum() for p in engine.model.parameters())
+        losses.append(engine.backward(loss).item())
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return [*losses, engine.grad_norm]
+
+
+def test_ranks_without_samples_count_nothing_in_means(ranks):
+    expected = ranks(1, _mean_losses)[0]
+    for found in ranks(4, _mean_losses):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_loops_of_ones_own_refuse_means_of_tensors_that_are_not_the_loaders(ranks):
+    for rank, message in enumerate(ranks(2, _own_loop, 11, "mean", copied)):
         assert f"the mean of this rank's {2 - rank} of the epoch's last 3 samples" in message
+        assert "not called with that batch alone" in message
         assert "(sum, count)" in message and "drop_last=True" in message
-    parity.assert_same_state(ranks(2, _own_loop, 12, "mean")[0], _alone_once(12), 1e-5)
 
 
 def _without_samples() -> str:

@@ -178,6 +178,23 @@ def test_backward_returns_what_one_process_prints(ranks, fields, counts):
         assert isinstance(found[-1], float) and f"{found[-1]:.3f}"
 
 
+def _norms() -> list[Any]:
+    engine = engine_of(Net(), loss_fn=ENTROPY, zero=2)
+    inputs, targets = next(iter(engine.loader(dataset(), 8, shuffle=False)))
+    before = engine.grad_norm
+    engine.step(inputs, targets)
+    return [before, engine.grad_norm]
+
+
+def test_the_norm_is_a_number_where_nothing_is_clipped(ranks):
+    model = Net()
+    inputs, targets = (torch.stack(parts) for parts in zip(*(dataset()[i] for i in range(8)), strict=True))
+    ENTROPY(model(inputs), targets).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    for before, after in ranks(2, _norms):
+        assert before is None and isinstance(after, float) and after == pytest.approx(expected, rel=1e-5)
+
+
 def _refused() -> list[str]:
     engine = engine_of(Net(), loss_fn=ENTROPY)
     padded = DataLoader(dataset(), 2, sampler=DistributedSampler(dataset(), 2, 0))

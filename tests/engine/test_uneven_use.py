@@ -157,18 +157,6 @@ def test_a_call_that_one_rank_makes_alone_names_itself_within_the_timeout(ranks,
         assert seconds < 60
 
 
-def _measured_on_one_rank() -> list[float | None]:
-    engine = ts.parallelize(Odd(), ts.Plan(zero=2), optimizer=ADAMW, loss_fn=squares)
-    engine.measure_grad_norm = dist.get_rank() == 0
-    engine.step(*data(0, sometimes=8))
-    return [None if engine.grad_norm is None else engine.grad_norm.item()]
-
-
-def test_the_norm_may_be_asked_for_on_one_rank(ranks):
-    (first,), (second,) = ranks(2, _measured_on_one_rank)
-    assert first is not None and first > 0 and second is None
-
-
 @pytest.mark.parametrize("timeout", [0, -1.0, "long", True, float("nan")])
 def test_a_timeout_that_is_none(timeout):
     with pytest.raises((TypeError, ValueError), match=r"timeout=.* was given; it must be"):

@@ -176,7 +176,7 @@ def train(
     losses, norms = [], []
     for step in range(steps):
         losses.append(engine.step(*shard(engine, *batch(kind, step))).item())
-        norms.append(None if engine.grad_norm is None else engine.grad_norm.item())
+        norms.append(engine.grad_norm.item())
     return {"losses": losses, "norms": norms, "state": engine.full_state_dict()}
 
 

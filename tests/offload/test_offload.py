@@ -57,7 +57,7 @@ def _train(engine: ts.Engine, steps: range, norms: list[Any] | None = None) -> d
     for step in steps:
         engine.step(*parity.shard(engine, *parity.batch("gpt", step)))
         if norms is not None:
-            norms.append(None if engine.grad_norm is None else engine.grad_norm.item())
+            norms.append(engine.grad_norm)
     return engine.full_state_dict()
 
 

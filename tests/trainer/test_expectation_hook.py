@@ -14,11 +14,13 @@ LINK = Link(1e9, 1e-5)
 RATES = Rates({"float32": 1e9}, 1e9, (1.0, 1.0), (1.0, 1.0), 1e-6, False, 8, LINK, LINK, 1e9)
 
 
-def _after_ten_steps(hardware: Hardware | None, estimated: int, *, keeps: bool = False) -> list[str]:
-    """A run whose first three steps take 5 s, and the others 0.3 s, against 0.2 s."""
+def _after_ten_steps(
+    hardware: Hardware | None, estimated: int, *, keeps: bool = False, seconds: float = 0.2
+) -> list[str]:
+    """A run whose first three steps take 5 s, and the others 0.3 s, against the estimated `seconds`."""
     expected: Any = SimpleNamespace(
         hardware=hardware,
-        step_seconds=None if hardware is None else 0.2,
+        step_seconds=None if hardware is None else seconds,
         ranks=[SimpleNamespace(peak_allocated=estimated)],
     )
     memory: Any = SimpleNamespace(bytes=lambda: 700 << 20)
@@ -50,6 +52,8 @@ def test_ratios_of_this_machine_are_kept_and_others_are_said_alone(tmp_path, mon
     assert "memory" not in line
     (line,) = _after_ten_steps(after, 500 << 20, keeps=True)  # which it would not hold where memory is scarce
     assert "with freed memory that is kept" in line and "the estimated memory" not in line
+    assert not _after_ten_steps(after, 1 << 20, seconds=0.03)  # fixed costs are larger than that
+    assert find_hardware(THIS_MACHINE) == after
     (line,) = _after_ten_steps(None, 500 << 20)
     assert "step was estimated" not in line and "later searches" not in line
     assert not _after_ten_steps(None, 1 << 20)

@@ -114,7 +114,7 @@ NAMES: dict[str, Case] = {
     "other groups than there are": (
         lambda: ts.init_process_group(1, check_collectives=True), "exist already", "destroy_process_group()"
     ),
-    "gathering a number": (lambda: ts.distributed.gather(5), "a int", "a tensor"),
+    "gathering a number": (lambda: ts.distributed.gather(5), "an int", "a tensor"),
     "gathering a list": (lambda: ts.distributed.gather([X]), "a list", "a tensor"),
     "gathering along what is not there": (lambda: ts.distributed.gather(X, 3), "3", "2"),
     "scattering along what is not there": (lambda: ts.distributed.scatter(X, -5), "-5", "2"),

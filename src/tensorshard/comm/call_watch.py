@@ -45,6 +45,7 @@ _DEADLOCK = 12  # looks, until ranks that all wait in different collectives of o
 _CAUSE_CHARACTERS = 500
 _ALARM = "alarm"
 _TAG = 0x7453_6842  # of a message that nobody sends
+_NO_END = " could not end: "  # between a call and its cause
 _MANY_RANKS = 64  # above, states are read less often
 
 # Gloo's and NCCL's words when another rank did not come, or is gone.
@@ -57,6 +58,16 @@ _SIGNS = (
 def is_of_collective(error: BaseException) -> bool:
     """Whether `error` says that a collective could not end."""
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def add_cause(error: BaseException, call: str, cause: str) -> None:
+    """Notes at the `error` of a collective why `call` could not end: the `cause` is what other ranks do."""
+    error.add_note(f"{call}{_NO_END}{cause}. The process group is of no more use: end the processes")
+
+
+def noted_cause(error: BaseException) -> str | None:
+    """What :func:`add_cause` has noted at `error`; None if it has not."""
+    return next((note for note in getattr(error, "__notes__", ()) if _NO_END in note), None)
 
 
 class CallWatch:

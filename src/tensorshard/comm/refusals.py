@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.call_watch import is_of_collective
+from tensorshard.comm.call_watch import is_of_collective, noted_cause
 from tensorshard.torch_private.process_groups import default_store
 
 FULL = "TENSORSHARD_TRACEBACK"
@@ -53,7 +53,7 @@ def sentence(error: BaseException) -> str:
 @cache
 def report_refusals_once() -> None:
     """If a refusal ends this process, one of several: rank 0 writes it with the line of the user's code, and the others
-    write a line.
+    write a line. Of a collective that could not end, each rank writes what the others did.
 
     It is also the root cause in torchrun's report, which comes last and would otherwise say nothing of it. That report
     has seven lines for each failed process, so the others let torchrun end them, which is no failure of their own.
@@ -61,14 +61,15 @@ def report_refusals_once() -> None:
     usual = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-        if FULL in os.environ or not is_refusal(error):
+        cause = noted_cause(error)
+        if FULL in os.environ or not (cause or is_refusal(error)):
             return usual(kind, error, traceback)
-        rank, said = int(os.environ["RANK"]), f"{kind.__name__}: {sentence(error)}"
+        rank, said = int(os.environ["RANK"]), f"{kind.__name__}: {cause or sentence(error)}"
         is_cause = rank == 0 or os.environ.get("LOCAL_RANK") == "0"  # each machine's torchrun reports its own
         if rank == 0:
             text = f"{_users_line(error)}{said}\n({FULL}=1 shows the whole traceback)"
             _tell_others(error)
-        elif _is_said_by_first(error):
+        elif cause is None and _is_said_by_first(error):
             text = f"{kind.__name__}, as on rank 0"
         elif dist.is_initialized():
             text, is_cause = f"{_users_line(error)}{said}", True

@@ -23,7 +23,7 @@ from tensorshard.engine.guards.own_collectives import OwnCollectives
 from tensorshard.engine.guards.replay import compare_repeated
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
 from tensorshard.engine.guards.uneven_means import UnevenMeans
-from tensorshard.engine.last_batch import EqualShares
+from tensorshard.engine.last_batch import BatchShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
@@ -73,7 +73,6 @@ class Engine(LoopMethods, StateMethods):
             (``docs/your-own-loop.md``). With a pipeline it holds this rank's stages, and cannot be called.
         optimizer: updates the master weights. Build learning-rate schedulers on it. Its ``step()`` checks and clips
             the gradients as the plan says.
-        measure_grad_norm: whether the next steps set :attr:`grad_norm` even if the plan does not clip.
         scaler: the loss scaler of fp16, or None.
         call_watch: finds ranks that keep the others waiting. Its ``stacks`` is the folder where all ranks then write
             their stacks; None for none.
@@ -116,7 +115,6 @@ class Engine(LoopMethods, StateMethods):
         self.storage = storage
         self._heap = heap
         self._steps = StepCounter(heap, warns=mesh.rank == 0)
-        self.measure_grad_norm = False
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._means = UnevenMeans(mesh, plan.micro_batches)
         objective = Objective(loss_fn, plan.precision, device, sharded.calling_user, self._means)
@@ -175,7 +173,7 @@ class Engine(LoopMethods, StateMethods):
             ),
             after=self._after_update,
         )
-        self._shares = EqualShares(self.loaders, mesh)
+        self._shares = BatchShares(self.loaders, mesh)
         self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares, self._means)
         self._manual_loop = ManualLoop(
             sharded,
@@ -308,7 +306,7 @@ class Engine(LoopMethods, StateMethods):
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         mean = self._penalties.add(loss.mean, factor)
-        checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count, measure=self.measure_grad_norm)
+        checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count)
         if checked is not None:
             self._update.step(self._gradients.trained.values(), checked.scale)
         self._optimizer.zero_grad(set_to_none=True)
@@ -330,7 +328,7 @@ class Engine(LoopMethods, StateMethods):
     def grad_norm(self) -> GradientNorm | None:
         """L2 norm of the whole model's gradient in the last step, before clipping: a float, the same on every rank.
 
-        None if not measured. Reading it waits for the device, and is no collective.
+        None before the first step. Reading it waits for the device, and is no collective.
         """
         norm = self._gradients.norm
         return None if norm is None else GradientNorm(norm)

@@ -110,7 +110,7 @@ class FinalGradients:
         update: the one that the gradients are for.
 
     Attributes:
-        norm: L2 norm of the whole model's gradient in the last step, before clipping; None if not measured.
+        norm: L2 norm of the whole model's gradient in the last step, before clipping; None before the first.
         moves_gradients: whether they leave the device when they are reduced.
     """
 
@@ -155,7 +155,6 @@ class FinalGradients:
         factor: torch.Tensor | float | None,
         *,
         steps_taken: int,
-        measure: bool = False,
     ) -> "CheckedGradients | None":
         """Checks the gradients, and finds the scale by which the update normalizes and clips them, in one pass.
 
@@ -165,7 +164,6 @@ class FinalGradients:
             loss: whose gradients they are; None if it is not known.
             factor: the gradients still have to be multiplied by it; None for no factor.
             steps_taken: how many steps were taken before this one.
-            measure: whether :attr:`norm` is set even where the plan does not need it.
 
         Raises:
             NonFiniteLossError: the `loss`, or the gradient, is not finite.
@@ -190,7 +188,7 @@ class FinalGradients:
                 _check_finite(loss, "loss", steps_taken)
             norm = self.measure(torch.float64)  # squares of large numbers overflow in fp32
         norm = norm if factor is None else norm * factor
-        self.norm = norm if clip is not None or self._scaler is not None or measure else None
+        self.norm = norm
         if self._scaler is not None:
             overflowed = not _are_finite(norm)
             exhausted = overflowed and self._scaler.is_smallest

@@ -170,9 +170,9 @@ def check_last_batch(samples: int, plan: Plan, model: nn.Module) -> None:
             )
 
 
-class EqualShares:
-    """Refuses, in a loop of one's own, the mean loss of a batch of which the data ranks have different numbers of
-    samples."""
+class BatchShares:
+    """How much the mean loss of this rank's samples counts, in a loop of one's own: the data ranks may have different
+    numbers of an epoch's last samples."""
 
     def __init__(self, loaders: EngineLoaders, mesh: Mesh) -> None:
         self._loaders = loaders
@@ -185,24 +185,29 @@ class EqualShares:
         if known is not None:
             self._seen.add(known)
 
-    def check(self, loss: Any) -> None:
-        """Checks a loss that is about to go backward.
+    def weight(self, loss: Any) -> float:
+        """What a mean `loss` that is about to go backward counts, where 1 is the average of the data ranks.
 
         Raises:
-            ValueError: on every rank.
+            ValueError: on every rank. It is a mean, but not known to be that of one batch of a loader.
         """
         seen, self._seen = self._seen, set()
         if not isinstance(loss, torch.Tensor):
-            return
+            return 1.0
+        if len(seen) == 1:
+            (loader, size) = next(iter(seen))
+            return loader.share(size) * self._mesh.dp_size / size
         loaders = self._loaders.by_name.values()
         for loader, size in seen or {(loader, loader.short) for loader in loaders if loader.short is not None}:
             if size % self._mesh.dp_size:
                 raise ValueError(
                     f"engine.backward was given the mean of this rank's {loader.share(size)} of the epoch's last "
-                    f"{size} samples, which {self._mesh.dp_size} data ranks cannot have in equal numbers, so that the "
-                    f"mean over the ranks is not that over the samples: give engine.backward((sum, count)), such as "
-                    f"(loss of reduction='sum', len(x)), or leave that batch out with engine.loader(drop_last=True)"
+                    f"{size} samples, which {self._mesh.dp_size} data ranks cannot have in equal numbers, and the "
+                    f"model was not called with that batch alone, as engine.loader gave it, so it is not known how "
+                    f"much this rank's mean counts: give engine.backward((sum, count)), such as (loss of "
+                    f"reduction='sum', len(x)), or leave that batch out with engine.loader(drop_last=True)"
                 )
+        return 1.0
 
 
 def _first(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
 from tensorshard.engine.guards.collective_errors import explained
-from tensorshard.engine.last_batch import EqualShares, check_last_batch
+from tensorshard.engine.last_batch import BatchShares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders, is_stream
 from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.measures import gather, mean
@@ -49,7 +49,7 @@ class LoopMethods:
     _gradients: FinalGradients
     _manual_loop: ManualLoop
     _penalties: Penalties
-    _shares: EqualShares
+    _shares: BatchShares
     _watch: CallWatch
     _seed: int
 
@@ -62,7 +62,8 @@ class LoopMethods:
 
         Args:
             loss: a scalar, the mean over the micro-batch's samples; or ``(sum, count)`` if the numbers of samples or
-                tokens vary. The gradient is then exactly that of the global sum over the global count.
+                tokens vary. The gradient is then exactly that of the global sum over the global count. Of an epoch's
+                last batch of :meth:`loader`, a mean counts by this rank's number of samples.
 
         Returns:
             The mean of this micro-batch's loss over the data ranks, without a gradient: a scalar, the same on every
@@ -70,19 +71,20 @@ class LoopMethods:
 
         Raises:
             TypeError: `loss` is neither.
-            ValueError: `loss` does not depend on anything that is trained; it is a mean, and the batch is the last of
-                an epoch of :meth:`loader`, of which the data ranks have different numbers of samples.
+            ValueError: `loss` does not depend on anything that is trained; it is a mean while an epoch's last batch of
+                :meth:`loader` is at hand, of which the data ranks have different numbers of samples, and the model was
+                called with other tensors than that batch's.
             RuntimeError: the plan has a pipeline.
 
         After any error, the gradients of this step are dropped.
         """
-        self._shares.check(loss)
+        weight = self._shares.weight(loss)
         if self._penalties:
             raise RuntimeError(
                 "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
                 "loss: in a loop of your own add function(engine.model) to the loss, and call the handle's remove()"
             )
-        return self._manual_loop.backward(loss)
+        return self._manual_loop.backward(loss, weight)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context for one micro-batch of a loop of your own: forward, :meth:`backward`, and perhaps the update.

@@ -16,7 +16,7 @@ from tensorshard.engine.guards.foreign_backward import ForeignBackwards, watch_o
 from tensorshard.engine.guards.same_batch import SameBatch
 from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.guards.wrong_batch import note_inputs
-from tensorshard.engine.last_batch import EqualShares
+from tensorshard.engine.last_batch import BatchShares
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_parts, surround_root
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
@@ -41,7 +41,7 @@ class ManualForwards:
         plan: Plan,
         mesh: Mesh,
         device: torch.device,
-        shares: EqualShares,
+        shares: BatchShares,
         means: UnevenMeans,
     ) -> None:
         self.is_engine_call = False

@@ -139,19 +139,23 @@ class ManualLoop:
                 f"engine.optimizer.step() and zero_grad()"
             )
 
-    def backward(self, loss: Any) -> torch.Tensor:
-        """See :meth:`tensorshard.Engine.backward`."""
+    def backward(self, loss: Any, share: float = 1.0) -> torch.Tensor:
+        """See :meth:`tensorshard.Engine.backward`.
+
+        Args:
+            share: what a mean counts, where 1 is the average of the data ranks.
+        """
         self._check_no_pipeline("engine.backward(loss)")
         total, count = sum_and_count(loss, self._device, "engine.backward was given", "be given")
         check_has_gradient(total)
         try:
             with explained("engine.backward", self._watch):
-                return self._backward(total, count)
+                return self._backward(total, count, share)
         except BaseException:
             self.abandon()
             raise
 
-    def _backward(self, total: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
+    def _backward(self, total: torch.Tensor, count: torch.Tensor | None, share: float) -> torch.Tensor:
         self._backwards.check_no_foreign_gradient("engine.backward(loss)")
         micro_batches = self._plan.micro_batches
         if self._done == micro_batches:
@@ -165,8 +169,9 @@ class ManualLoop:
             )
         weight: Any = self._scaler.scale if self._scaler is not None else 1.0
         if self._tally is None or count is None:
-            self._means.note(total, 1)  # all of them weigh the same
-            weight = weight / micro_batches
+            if share:
+                self._means.note(total, share)
+            weight = weight * share / micro_batches
         else:
             self._tally.add(total, count, micro_batches=micro_batches)
             assert self._tally.normalizer is not None
@@ -175,7 +180,9 @@ class ManualLoop:
         self._sharded.begin_micro_batch(last, average=True)
         if last and self._tally is not None:
             self._tally.start_total()
-        self._global_loss = GlobalLoss(total, total.new_ones(()) if count is None else count, self._mesh)
+        # The mean of no samples is NaN, and counts nothing.
+        counted = total if count is not None else total.detach() * share if share else torch.zeros_like(total)
+        self._global_loss = GlobalLoss(counted, total.new_ones(()) if count is None else count, self._mesh)
         with self._backwards.by_engine():
             (total * weight).backward()
         self._sharded.finish_micro_batch()
@@ -291,7 +298,7 @@ class ManualLoop:
         """Completes, checks, clips and scales the gradients for an update; False if fp16 overflowed."""
         self._complete_gradients()
         self._gradients.check_equal_on_tensor_ranks()
-        checked = self._gradients.prepare(None, None, steps_taken=self._steps.taken, measure=True)
+        checked = self._gradients.prepare(None, None, steps_taken=self._steps.taken)
         if checked is None:
             return False
         self._gradients.scale(checked.scale)

@@ -1,6 +1,7 @@
 """The Mesh: where each part of a plan runs. The one place where process groups are made."""
 
 import math
+import os
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,8 @@ _GROUPS_SHOWN = 8
 
 _known: dict[DeviceMesh | tuple[Any, ...], DeviceMesh] = {}
 _world_of_known: list[dist.ProcessGroup | None] = []
+_made_by: list[int] = []  # the process that made them
+_of_parents: list[Any] = []  # meshes and worlds of processes that this one was forked from
 
 
 class Mesh:
@@ -239,10 +242,13 @@ def _device_mesh(
     rank another one. If they had different groups, ranks would wait for each other in different groups.
     """
     if _world_of_known != [dist.group.WORLD]:
+        if _made_by and _made_by != [os.getpid()]:  # freed groups would wait for threads, which a fork does not have
+            _of_parents.append((dict(_known), list(_world_of_known)))
         if _known:
             forget_meshes()
         _known.clear()
         _world_of_known[:] = [dist.group.WORLD]
+        _made_by[:] = [os.getpid()]
     key = (device_type, *members, shape, axes)
     made = _known.get(key)
     if made is not None:

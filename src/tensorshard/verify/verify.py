@@ -353,7 +353,6 @@ def _by_engine(case: _Case, plan: Plan, data_ranks: int | None, *, asks: Contain
         return f"{error}"
     mesh = engine.mesh
     rank, size = (mesh.dp_rank, mesh.dp_size) if data_ranks is None else (0, 1)
-    engine.measure_grad_norm = plan.clip_grad_norm is not None
     watched = engine.model if case.watches_modules and not plan.compile else None
 
     def take_step(number: int) -> float:

@@ -95,6 +95,7 @@ def test_a_mean_over_different_numbers_of_targets_is_noticed_once(ranks, size, f
         else:
             [line] = lines
             assert counts in line and "give (sum, count)" in line and "ts.model_loss" in line, what
+            assert "weight[targets].sum()" in line
     assert not any(lines for others in found[1:] for lines in others.values())
 
 

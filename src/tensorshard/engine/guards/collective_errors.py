@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from tensorshard.comm.call_watch import CallWatch, is_of_collective
+from tensorshard.comm.call_watch import CallWatch, add_cause, is_of_collective
 
 # torch's words when code computes with a DTensor and a plain tensor. The model's own parameters mix with plain ones.
 _SHARDED = "mixed torch.Tensor and DTensor"
@@ -32,7 +32,7 @@ def explained(call: str, watch: CallWatch | None = None, *, counted: bool = True
         if is_of_collective(error):
             cause = None if watch is None else watch.explain(call)
             if cause is not None:
-                error.add_note(f"{call} could not end: {cause}. The process group is of no more use: end the processes")
+                add_cause(error, call, cause)
             else:
                 error.add_note(
                     f"{call} is a collective: every rank must call it, in the same order as all that computes on split "

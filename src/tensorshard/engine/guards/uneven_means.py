@@ -32,7 +32,7 @@ class UnevenMeans:
 
     def __init__(self, mesh: Mesh, micro_batches: int) -> None:
         self._mesh = mesh
-        self._parts: list[tuple[int, list[torch.Tensor]]] = []
+        self._parts: list[tuple[float, list[torch.Tensor]]] = []
         self._batches: list[int] = []
         is_real = not world().is_simulated and dist.get_backend(mesh.world_group) != "fake"
         self.watching = is_real and mesh.dp_size * micro_batches > 1
@@ -47,8 +47,8 @@ class UnevenMeans:
         if wanted and all(tensor.numel() for tensor in tree_tensors(batch)):
             self._batches.append(batch_digest(batch, values=True))
 
-    def note(self, mean: torch.Tensor, samples: int) -> None:
-        """Notes the mean loss of `samples` samples, with its graph."""
+    def note(self, mean: torch.Tensor, samples: float) -> None:
+        """Notes the mean loss of `samples` samples, with its graph. Only the ratio of these numbers matters."""
         if self.watching:
             self._parts.append((samples, means_of(mean)))
 
@@ -58,7 +58,7 @@ class UnevenMeans:
             return
         self.watching = False
         mine = [(samples, [value.item() for value in over]) for samples, over in self._parts]
-        found: list[tuple[int, list[tuple[int, list[float]]], list[int]]] = [(0, [], [])] * self._mesh.world_size
+        found: list[tuple[int, list[tuple[float, list[float]]], list[int]]] = [(0, [], [])] * self._mesh.world_size
         dist.all_gather_object(found, (self._mesh.dp_rank, mine, self._batches), group=self._mesh.world_group)
         self.begin()
         self._say_if_same({rank: batches for rank, _, batches in found})
@@ -70,8 +70,9 @@ class UnevenMeans:
             logger.warning(
                 "the loss is a mean over a number of targets that differs between data ranks or micro-batches (%s). "
                 "Their means are not weighted by it, so that the loss depends on how many there are: give (sum, "
-                "count), of cross_entropy(..., reduction='sum') and (targets != -100).sum() for instance, or take "
-                "loss_fn=ts.model_loss for a model that computes its own loss (docs/coupled-losses.md)",
+                "count), of cross_entropy(..., reduction='sum') and (targets != -100).sum() for instance, or "
+                "weight[targets].sum() where classes have weights; or take loss_fn=ts.model_loss for a model that "
+                "computes its own loss (docs/coupled-losses.md)",
                 shown,
             )
 
@@ -91,10 +92,10 @@ class UnevenMeans:
                 return
 
 
-def _differing(parts: list[tuple[int, list[float]]]) -> list[float] | None:
+def _differing(parts: list[tuple[float, list[float]]]) -> list[float] | None:
     """The divisors of a mean that are neither the same in all parts nor in proportion to their samples."""
     for over in zip(*(over for _, over in parts), strict=False):
-        for_each_sample = [value / max(samples, 1) for value, (samples, _) in zip(over, parts, strict=True)]
+        for_each_sample = [value / (samples or 1) for value, (samples, _) in zip(over, parts, strict=True)]
         if not _are_equal(over) and not _are_equal(for_each_sample):
             return list(over)
     return None

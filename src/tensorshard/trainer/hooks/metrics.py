@@ -156,10 +156,6 @@ class LoggingHook(Hook):
         for logger in self.loggers:
             logger.start(trainer.step, trainer.max_steps)
 
-    def before_step(self, trainer: "Trainer") -> None:
-        # Measuring the norm communicates, so every rank does it, and only for steps that are written down.
-        trainer.engine.measure_grad_norm = self._is_due(trainer, trainer.step + 1)
-
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
         if not self.loggers:
             return
@@ -194,16 +190,21 @@ logger = logging.getLogger("tensorshard")
 STEPS = 10
 """After how many steps the comparison is made."""
 
+COMPARED_SECONDS = 0.05
+"""Estimated seconds of a step from which on they are compared. Below, the time of launching operators and of messages
+is most of a step, and says nothing of larger models."""
+
 _WARM_UP = 3  # steps that are slower: they allocate, and fill caches
 
 
 class ExpectationHook(Hook):
     """After :data:`STEPS` steps, says what was estimated and what was measured on rank 0, and keeps the ratios.
 
-    Memory is compared where it is large enough for libraries and connections not to be most of it.
+    Memory is compared where it is large enough for libraries and connections not to be most of it, and time where a
+    step is long enough for fixed costs not to be most of it.
 
     If the estimate was made with this machine's profile, the ratios go into that profile, for later searches. That of
-    memory does if it is large enough, and freed memory is not kept: where memory is scarce, a rank gives it back.
+    memory does if freed memory is not kept: where memory is scarce, a rank gives it back.
 
     Args:
         expected: the run's estimate.
@@ -240,7 +241,7 @@ class ExpectationHook(Hook):
         hardware = self._expected.hardware
         lines, ratios = [], {}
         estimated = self._expected.step_seconds
-        if estimated is not None:
+        if estimated is not None and estimated >= COMPARED_SECONDS:
             measured = statistics.median(self._seconds[_WARM_UP:])
             ratios["time_ratio"] = measured / estimated
             lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s")

@@ -252,6 +252,15 @@ class OpenCheckpoint:
         return ManifestReader(self.store, self.manifest)
 
 
+def _what_is_there(store: Store) -> str:
+    """Why a place without a checkpoint's documents is none."""
+    if isinstance(store, LocalStore) and not store.path.exists():
+        return "there is no such folder"
+    if isinstance(store, LocalStore) and not store.path.is_dir():
+        return "it is a file, and a checkpoint is the folder that engine.save wrote"
+    return f"it has no file {_DOCUMENT}"
+
+
 def open_checkpoint(path: Path | str) -> OpenCheckpoint:
     """Reads what the checkpoint at `path`, a folder or a URL, says about itself.
 
@@ -267,7 +276,7 @@ def open_checkpoint(path: Path | str) -> OpenCheckpoint:
         document = json.loads(read_checked(store, manifest, manifest.document))
         return OpenCheckpoint(store, document, _metadata_of(manifest), manifest)
     if store.size(_DOCUMENT) is None:
-        raise FileNotFoundError(f"{path} is not a checkpoint of tensorshard: it has no file {_DOCUMENT}")
+        raise FileNotFoundError(f"{path} is not a checkpoint of tensorshard: {_what_is_there(store)}")
     try:
         document = json.loads(store.read(_DOCUMENT).decode("utf-8"))
     except UnicodeDecodeError as error:
