@@ -1,10 +1,15 @@
 """``Plan(cp=N)`` with the other axes trains as one process does."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import parity
+import tensorshard as ts
 
 # id: (model, ranks, fields of the plan)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -24,6 +29,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mixtral-cp2-zero3": ("mixtral", 2, dict(cp=2)),
     "t5-cp2-zero1": ("t5", 2, dict(cp=2, zero=1)),
     "bloom-cp2-zero3": ("bloom", 2, dict(cp=2)),
+    "unet-cp2-zero1": ("unet", 2, dict(cp=2, zero=1)),
+    "gpt-cp2-activations": ("gpt", 2, dict(cp=2, recompute="full", offload=ts.Offload(activations="cpu"))),
+    "gpt-cp2-tp2-zero3": ("gpt_101", 4, dict(cp=2, tp=2)),
+    "gpt-cp2-tp2-sequences": ("gpt_101", 4, dict(cp=2, tp=2, sequence_parallel=True)),
+    "gpt-cp2-tp2-micro2-full": ("gpt_101", 4, dict(cp=2, tp=2, zero=0, micro_batches=2, recompute="full")),
+    "llama-cp2-tp2-zero1": ("llama", 4, dict(cp=2, tp=2, zero=1)),
 }
 
 
@@ -39,3 +50,124 @@ def test_fp32_is_exact(ranks, case):
     for other in found[1:]:
         assert other["losses"] == found[0]["losses"]
         assert other["norms"] == found[0]["norms"]
+
+
+def _own_loop(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = parity.make_engine("gpt", fields)
+    losses = []
+    for step in range(5):
+        inputs, targets = parity.shard(engine, *parity.batch("gpt", step))
+        logits = engine.model(inputs)
+        losses.append(engine.backward(F.cross_entropy(logits.flatten(0, 1), targets.flatten())).item())
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("fields", [dict(cp=2, zero=1), dict(cp=2, zero=3)], ids=str)
+def test_a_loop_of_ones_own(ranks, fields):
+    expected, state = ranks(1, _own_loop, dict(zero=0))[0]
+    for losses, _ in ranks(2, _own_loop, fields):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    parity.assert_same_state(ranks(2, _own_loop, fields)[0][1], state, 1e-5)
+
+
+def _dropout_and_outputs(fields: dict[str, Any]) -> list[Any]:
+    engine = parity.make_engine("gpt_dropout", fields)
+    losses = [engine.step(*parity.batch("gpt_dropout", step)).item() for step in range(4)]
+    inputs, targets = parity.batch("gpt_dropout", 9)
+    prompts = inputs[:2, :5]
+    return [
+        torch.tensor(losses),
+        engine.evaluate(inputs, targets),
+        engine.predict(inputs),
+        engine.generate(prompts, max_new_tokens=4),
+    ]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_random_numbers_evaluation_outputs_and_generation(ranks, zero):
+    expected = ranks(1, _dropout_and_outputs, dict(zero=0))[0]
+    for found in ranks(2, _dropout_and_outputs, dict(cp=2, zero=zero)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _saved(folder: Path, fields: dict[str, Any]) -> list[float]:
+    engine = parity.make_engine("gpt", fields)
+    for step in range(2):
+        engine.step(*parity.shard(engine, *parity.batch("gpt", step)))
+    engine.save(folder)
+    return [engine.step(*parity.shard(engine, *parity.batch("gpt", step))).item() for step in (2, 3)]
+
+
+def _loaded(folder: Path, fields: dict[str, Any]) -> list[float]:
+    engine = parity.make_engine("gpt", fields)
+    engine.load(folder)
+    return [engine.step(*parity.shard(engine, *parity.batch("gpt", step))).item() for step in (2, 3)]
+
+
+def test_checkpoints_of_other_layouts(ranks, tmp_path):
+    for index, (before, after) in enumerate([(dict(cp=2), dict(zero=1)), (dict(zero=3), dict(cp=2, zero=2))]):
+        went_on = ranks(2, _saved, tmp_path / str(index), before)[0]
+        assert ranks(2, _loaded, tmp_path / str(index), after)[0] == pytest.approx(went_on, rel=1e-5)
+
+
+class PositionsFirst(nn.Module):
+    """Takes sequences as [positions, samples], and a mask that no rule of names would find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 8)
+        self.layer = nn.LSTM(8, 8)
+        self.head = nn.Linear(8, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embedding(tokens))[0])
+
+
+def _with_dims(dims: dict[str, int] | None, cp: int) -> Any:
+    torch.manual_seed(0)
+    engine = ts.parallelize(
+        PositionsFirst(), ts.Plan(cp=cp, cp_dims=dims), optimizer=parity.ADAMW, loss_fn=_positions_first_loss
+    )
+    tokens = torch.arange(33 * 4).view(33, 4) * 7 % 31
+    return [engine.step(tokens[:-1], tokens[1:]).item() for _ in range(3)]
+
+
+def _positions_first_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def test_the_dimension_of_sequences_can_be_said(ranks):
+    expected = ranks(1, _with_dims, None, 1)[0]
+    for dims in (None, {"tokens": 0}):
+        assert ranks(2, _with_dims, dims, 2)[1] == pytest.approx(expected, rel=1e-5)
+
+
+def _refused(call: Any) -> str:
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    return str(error.value)
+
+
+def _wrong_dims(dims: dict[str, int]) -> str:
+    return _refused(lambda: _with_dims(dims, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(cp=2, pp=2), "cp=2 was given with pp=2, but stages do not hand over parts of sequences"),
+        (dict(cp=2, compile=True), "compile=True was given with cp=2"),
+        (dict(cp=2, logits="tiled"), "logits='tiled' was given with cp=2"),
+        (dict(cp_dims={"tokens": 1}), "cp_dims was given, but cp=1 splits no sequences"),
+    ],
+)
+def test_plans_that_cannot_be(fields, said):
+    assert said in _refused(lambda: ts.Plan(**fields).resolve(4))
+
+
+def test_wrong_dimensions_of_sequences(ranks):
+    assert "cp_dims is ['tokens']" in _refused(lambda: ts.Plan(cp=2, cp_dims=["tokens"]))
+    assert "cp_dims names 'words', but the model was called with 'tokens'" in ranks(2, _wrong_dims, {"words": 1})[0]
+    assert "dimension 4 of 'tokens' is its sequence" in ranks(2, _wrong_dims, {"tokens": 4})[0]

@@ -32,6 +32,7 @@ from tensorshard.data import StdlibText, write_token_file
 RANKS = {
     "README.md": 2,
     "docs/axes.md": 1,
+    "docs/context-parallelism.md": 1,
     "docs/checkpoints.md": 2,
     "docs/clusters.md": 2,
     "docs/coming-from.md": 2,

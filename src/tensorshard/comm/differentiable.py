@@ -38,6 +38,8 @@ from tensorshard.comm.sharding import normalize_dim, shard_sizes
 
 
 class _Copy(Function):
+    acts_on_parts = True  # of sequences that context parallelism cuts
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -49,6 +51,8 @@ class _Copy(Function):
 
 
 class _Reduce(Function):
+    acts_on_parts = True
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group

@@ -1,6 +1,7 @@
 """Cuts the inputs of a model along the sequence, wherever the model is called."""
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,10 +12,15 @@ from torch import nn
 
 from tensorshard.context_parallel import ContextGroup, cut, whole
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
+from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
+logger = logging.getLogger("tensorshard")
 
-class SplitSequences:
+_SHOWN = 5
+
+
+class SplitSequences(WholeSequences):
     """Each rank of context parallelism gets its positions of every sequence among the model's inputs.
 
     Values that code computes from them are those of whole sequences, whatever dimension is cut. Which one it is decides
@@ -35,8 +41,9 @@ class SplitSequences:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ][1:]
         self._is_on = True
-        surround_root(model, RootRole.SPLIT_SEQUENCES, self.active)
+        self._is_told = False
         hook_root(model, RootRole.SPLIT_SEQUENCES, before=self._cut, with_kwargs=True)
+        surround_root(model, RootRole.SPLIT_SEQUENCES, self.active)  # around the hook
 
     def active(self) -> AbstractContextManager[object]:
         """Within this, the model and the loss compute with parts of sequences."""
@@ -53,15 +60,33 @@ class SplitSequences:
 
     def whole(self, tree: Any) -> Any:
         """`tree` with whole tensors. A collective of the ranks, if any of them is split."""
-        return whole(tree)
+        result = whole(tree)
+        self._say_what_was_gathered()
+        return result
 
-    def _cut(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _say_what_was_gathered(self) -> None:
+        """After the first loss: which operations were computed on whole sequences, since no rule knows them."""
+        if self._is_told:
+            return
+        self._is_told = True
+        for (operation, line), times in self.group.fallbacks.most_common(_SHOWN):
+            if self.group.rank == 0:
+                logger.warning(
+                    "context parallelism: %s (%s) was computed on whole sequences, by every rank, %d times in the "
+                    "first forward, which is exact, and takes time and memory",
+                    operation,
+                    line,
+                    times,
+                )
+
+    def _cut(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._is_on:
             return args, kwargs
         named = {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}
         if self._dims is None:
             length = sequence_length(named)
-            dims = {} if length is None else {name: length for name in named}
             given = {name: tree_map(lambda leaf: self._cut_leaf(leaf, length), value) for name, value in named.items()}
         else:
             unknown = sorted(self._dims.keys() - named.keys())

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
+from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
 
@@ -63,22 +64,6 @@ class WholeView(Protocol):
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts."""
-
-
-class WholeSequences:
-    """How sequences are split over the ranks of context parallelism; this one is for none, and does nothing."""
-
-    def active(self) -> AbstractContextManager[object]:
-        """Within this, the model and the loss compute with parts of sequences."""
-        return nullcontext()
-
-    def off(self) -> AbstractContextManager[object]:
-        """Within this, the model gets whole sequences."""
-        return nullcontext()
-
-    def whole(self, tree: Any) -> Any:
-        """`tree` with whole tensors. A collective of the ranks, if any of them is split."""
-        return tree
 
 
 class ShardedModel(ABC):
@@ -167,6 +152,16 @@ class ShardedModel(ABC):
     def loss_is_over(self) -> None:
         """Called when the loss of a (micro-)batch has been computed, before its backward if there is one."""
         self.logits.settle()
+
+    @contextmanager
+    def outputs_for_loss(self) -> Iterator[None]:
+        """Within this, output layers leave logits split over tensor-parallel ranks, or uncomputed, where the loss can
+        take them so. Logits of parts of sequences are whole."""
+        with ExitStack() as stack:
+            if type(self.sequences) is WholeSequences:
+                stack.enter_context(self.split.keep_outputs_split())
+            stack.enter_context(self.logits.pending())
+            yield
 
     @abstractmethod
     def masters(self) -> dict[str, nn.Parameter]:

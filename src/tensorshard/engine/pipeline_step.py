@@ -79,9 +79,8 @@ class PipelineStepRunner(StepRunner):
             assert tally.normalizer is not None
             return loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
 
-        split, logits = self._sharded.split, self._sharded.logits
         self._sharded.begin_step()
-        with split.keep_outputs_split(), logits.pending():
+        with self._sharded.outputs_for_loss():
             self._runner.step([part.inputs for part in parts], loss, hand_over=True)
         self._sharded.finish_backward()
         return self._broadcast_loss(tally, len(parts))
@@ -97,7 +96,7 @@ class PipelineStepRunner(StepRunner):
             tally.add(*self._loss(index, output, parts[index], trains=False), micro_batches=len(parts))
             self._sharded.loss_is_over()
 
-        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
+        with self._sharded.outputs_for_loss():
             self._forward_runner.forward([part.inputs for part in parts], consume, hand_over=True)
         if self._is_last:
             tally.start_total()

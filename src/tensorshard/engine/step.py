@@ -102,7 +102,7 @@ class WholeModelStepRunner(StepRunner):
         parts = self.batches.split(inputs, targets, self._plan.micro_batches, all_of_them=False)
         parts = parts[:1] if first_alone else parts
         self._sharded.discard_gradients()
-        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
+        with self._sharded.outputs_for_loss():
             return self._train(parts, loss_scale)
 
     def _train(self, parts: list[MicroBatch], loss_scale: float) -> StepLoss:
@@ -133,7 +133,7 @@ class WholeModelStepRunner(StepRunner):
         self._same_batch.check("evaluate", inputs, targets)
         parts = self.batches.split_for_evaluation(inputs, targets, micro_batches or 1)
         tally = LossTally(self._mesh)
-        with self._sharded.split.keep_outputs_split(), self._sharded.logits.pending():
+        with self._sharded.outputs_for_loss():
             for part in parts:
                 with nullcontext() if part.counts else ignored_in_statistics(self._sharded.model):
                     tally.add(*self._loss(part), micro_batches=len(parts))

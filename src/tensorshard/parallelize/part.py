@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from tensorshard.comm.marks import ParallelMark
-from tensorshard.data_parallel.sharded_model import ShardedModel, WholeSequences
+from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.loss.logits.output_layers import OutputLogits
+from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage

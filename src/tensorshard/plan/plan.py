@@ -217,10 +217,20 @@ class Plan:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
         if self.cp_dims is not None and self.cp == 1:
             raise ValueError("cp_dims was given, but cp=1 splits no sequences; set cp, or leave cp_dims at None")
+        if self.cp > 1 and self.pp > 1:
+            raise ValueError(
+                f"cp={self.cp} was given with pp={self.pp}, but stages do not hand over parts of sequences yet; set "
+                f"pp=1 (dp_shard, zero=3 and tp go with cp), or cp=1"
+            )
+        if self.cp > 1 and self.compile:
+            raise ValueError(
+                f"compile=True was given with cp={self.cp}, but torch.compile does not follow tensors of which a rank "
+                f"has a part; set compile=False, or cp=1"
+            )
         if self.cp > 1 and self.logits == "tiled":
             raise ValueError(
-                f"logits='tiled' was given with cp={self.cp}, under which each rank has the logits of its own positions; "
-                f"set logits='auto'"
+                f"logits='tiled' was given with cp={self.cp}, under which each rank has the logits of its own "
+                f"positions; set logits='auto'"
             )
         if self.offloaded is not None:
             self.offloaded.check_implemented(int(self.zero))
@@ -274,7 +284,7 @@ class Plan:
         }[int(self.zero)]
         lines = [
             f"mesh           {degrees}",
-            f"zero           {self.zero} ({held} over dp_shard)",
+            f"zero           {self.zero} ({held} over dp_shard{' and cp' if self.cp > 1 else ''})",
             f"micro_batches  {self.micro_batches}",
             f"precision      {self.precision} compute, fp32 master weights, "
             f"{self.reduce_dtype or 'fp32'} gradient sums",
