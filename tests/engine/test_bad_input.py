@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "degrees": (dict(plan=ts.Plan(dp_shard=3)), ValueError, r"multiply to 3, but the number of processes is 1"),
     "free axis": (dict(plan=ts.Plan(dp_replicate=2)), ValueError, r"dp_shard=-1 cannot be inferred: the number.* 1,"),
     "pipeline": (dict(plan=ts.Plan(pp=2)), ValueError, "processes, 1, does not divide by the other axes .pp 2"),
-    "context": (dict(plan=ts.Plan(cp=2)), ValueError, "cp=2 asks for context parallelism.*not implement"),
+    "context": (dict(plan=ts.Plan(cp=2)), ValueError, "processes, 1, does not divide by the other axes .cp 2"),
     "offload": (
         dict(plan=ts.Plan(zero=1, offload=ts.Offload(optimizer="cpu", parameters="cpu"))),
         ValueError,

@@ -369,7 +369,6 @@ def _message(kind: str, fields: dict[str, Any], **options: Any) -> str:
         (dict(pp_stages_per_rank=3), "the 1f1b schedule needs 1 stage a rank, and there are 3"),
         (dict(pp_schedule="looped_bfs", pp_stages_per_rank=9), "which cannot make 18 stages"),
         (dict(pp=1, dp_shard=2, pp_schedule="zbv"), "pp_schedule='zbv' was given, but pp=1 makes no pipeline"),
-        (dict(cp=2, dp_shard=1), "cp=2 asks for context parallelism"),
     ],
 )
 def test_plans_that_cannot_be_honoured(ranks, fields, words):

@@ -58,12 +58,11 @@ def test_degrees_must_multiply_to_the_world_size(fields, world_size, message):
         Plan(**fields).resolve(world_size)
 
 
-@pytest.mark.parametrize("axis", ["cp"])
-@pytest.mark.parametrize("degree", [2, -1])
-def test_axes_without_an_implementation_are_named(axis, degree):
-    plan = Plan(dp_shard=1, **{axis: degree})
-    with pytest.raises(ValueError, match=rf"^{axis}={degree} asks for .* parallelism.*{axis}=1"):
-        plan.resolve(2)
+def test_context_parallelism_is_inferred_and_checked():
+    assert Plan(dp_shard=2, cp=-1).resolve(8).cp == 4
+    for fields, said in (({"pp": 2}, "cp=4 was given with pp=2"), ({"compile": True}, "cp=8; |cp=8, but")):
+        with pytest.raises(ValueError, match=said):
+            Plan(dp_shard=1, cp=-1, **fields).resolve(8)
 
 
 @pytest.mark.parametrize(

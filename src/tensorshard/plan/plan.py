@@ -166,16 +166,36 @@ class Plan:
                     f"start {known} processes with torchrun --nproc-per-node {known} or tensorshard's --nproc {known}, "
                     f"or set dp_shard=-1 to let it take what the other axes leave"
                 )
-            return self._with_pipeline_checked()
+            return self._checked()
         if world_size % known:
             raise ValueError(
                 f"{free}=-1 cannot be inferred: the number of processes, {world_size}, does not divide by the other "
                 f"axes ({product}, together {known}); start a multiple of {known} processes with "
                 f"torchrun --nproc-per-node {known} or tensorshard's --nproc {known}, or change a degree"
             )
-        return replace(self, **{free: world_size // known})._with_pipeline_checked()
+        return replace(self, **{free: world_size // known})._checked()
 
-    def _with_pipeline_checked(self) -> "Plan":
+    def _check_context(self) -> None:
+        if self.cp_dims is not None and self.cp == 1:
+            raise ValueError("cp_dims was given, but cp=1 splits no sequences; set cp, or leave cp_dims at None")
+        if self.cp > 1 and self.pp > 1:
+            raise ValueError(
+                f"cp={self.cp} was given with pp={self.pp}, but stages do not hand over parts of sequences yet; set "
+                f"pp=1 (dp_shard, zero=3 and tp go with cp), or cp=1"
+            )
+        if self.cp > 1 and self.compile:
+            raise ValueError(
+                f"compile=True was given with cp={self.cp}, but torch.compile does not follow tensors of which a rank "
+                f"has a part; set compile=False, or cp=1"
+            )
+        if self.cp > 1 and self.logits == "tiled":
+            raise ValueError(
+                f"logits='tiled' was given with cp={self.cp}, under which each rank has the logits of its own "
+                f"positions; set logits='auto'"
+            )
+
+    def _checked(self) -> "Plan":
+        self._check_context()
         if self.pp > 1:
             stages = self.stages_per_rank * self.pp
             if self.pp_split is not None and len(self.pp_split) + 1 != stages:
@@ -215,23 +235,6 @@ class Plan:
             )
         if self.tp_plan is not None and self.tp == 1:
             raise ValueError("tp_plan was given, but tp=1 splits nothing; set tp, or leave tp_plan at None")
-        if self.cp_dims is not None and self.cp == 1:
-            raise ValueError("cp_dims was given, but cp=1 splits no sequences; set cp, or leave cp_dims at None")
-        if self.cp > 1 and self.pp > 1:
-            raise ValueError(
-                f"cp={self.cp} was given with pp={self.pp}, but stages do not hand over parts of sequences yet; set "
-                f"pp=1 (dp_shard, zero=3 and tp go with cp), or cp=1"
-            )
-        if self.cp > 1 and self.compile:
-            raise ValueError(
-                f"compile=True was given with cp={self.cp}, but torch.compile does not follow tensors of which a rank "
-                f"has a part; set compile=False, or cp=1"
-            )
-        if self.cp > 1 and self.logits == "tiled":
-            raise ValueError(
-                f"logits='tiled' was given with cp={self.cp}, under which each rank has the logits of its own "
-                f"positions; set logits='auto'"
-            )
         if self.offloaded is not None:
             self.offloaded.check_implemented(int(self.zero))
 
