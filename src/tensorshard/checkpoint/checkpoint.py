@@ -20,7 +20,15 @@ from tensorshard.checkpoint.background import BackgroundSave, Messages
 from tensorshard.checkpoint.destinations import Destination, destination
 from tensorshard.checkpoint.parts import Part, Stored
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner
-from tensorshard.checkpoint.writing import PlannedTensors, RankFile, Report, Staged, StagingMemory, manifest_of
+from tensorshard.checkpoint.writing import (
+    LastPlan,
+    PlannedTensors,
+    RankFile,
+    Report,
+    Staged,
+    StagingMemory,
+    manifest_of,
+)
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.common.folders import recover
 from tensorshard.common.kinds import kind_of
@@ -43,6 +51,7 @@ class CheckpointManager:
             first.
         device: on which this rank's messages are sent.
         make_copy: makes memory that is read into before anything is changed.
+        last_plan: of the last save of the same training.
     """
 
     def __init__(
@@ -51,11 +60,13 @@ class CheckpointManager:
         group: dist.ProcessGroup,
         device: torch.device,
         make_copy: Callable[[], TemporaryCopy],
+        last_plan: LastPlan,
     ) -> None:
         self._parts = parts
         self._group = group
         self._device = device
         self._make_copy = make_copy
+        self._last_plan = last_plan
 
     def save(self, target: Path | str, extra: Any, *, overwrite: bool = False) -> None:
         """Writes a checkpoint to `target`, a folder or a URL, with `extra` beside the parts.
@@ -118,7 +129,7 @@ class CheckpointManager:
             document.update(part.gather(its_entries))
         text = json.dumps({**document, "extra": extra}, indent=1)
         tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}
-        planned = PlannedTensors(tensors, group)
+        planned = PlannedTensors(tensors, group, self._device, self._last_plan)
         place: Destination | None = None
         files: dict[str, bytes] = {}
 
