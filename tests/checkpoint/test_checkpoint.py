@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import parity
-from tensorshard.weights.files.checkpoint_files import open_checkpoint, read_metadata
+from tensorshard.weights.files.checkpoint_files import open_checkpoint, read_metadata, read_tensors
 
 PLANS = {
     "zero3_on_2": (2, dict(zero=3)),
@@ -92,6 +93,38 @@ def test_checkpoints_are_overwritten_where_that_is_said_and_nothing_else_is(rank
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine", "new"]
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "mine"
+
+
+def _plans_of_saves(fields: dict, folder: Path) -> tuple[list[int], list[bool]]:
+    """How many plans were made until each save, and whether each checkpoint has what was saved."""
+    engine = parity.make_engine("gpt", fields)
+    made = []
+    local = DefaultSavePlanner.create_local_plan
+    DefaultSavePlanner.create_local_plan = lambda self: (made.append(1), local(self))[1]
+    plans, whole = [], []
+    try:
+        for number in range(5):
+            if number == 3 and engine.mesh.rank == 0:  # one rank holds something new
+                engine.register_state("own", torch.nn.Linear(2, 2), per_rank=True)
+            elif number == 3:
+                engine.register_state("own", torch.nn.ReLU(), per_rank=True)
+            engine.save(folder / str(number))
+            plans.append(len(made))
+            now = engine.full_state_dict()
+            stored = read_tensors(folder / str(number), "model.")
+            whole.append(all(torch.equal(value, stored[name]) for name, value in now.items()))
+            engine.step(*parity.shard(engine, *parity.batch("gpt", number)))
+    finally:
+        DefaultSavePlanner.create_local_plan = local
+    return plans, whole
+
+
+@pytest.mark.parametrize("fields", [dict(zero=3), dict(tp=2, zero=0)], ids=["zero 3", "tp 2"])
+def test_a_save_of_what_the_last_one_held_makes_no_plan(ranks, tmp_path, fields):
+    """The first save is before there are optimizer states, and the fourth has more."""
+    for plans, whole in ranks(2, _plans_of_saves, fields, tmp_path):
+        assert plans == [1, 2, 2, 3, 3]
+        assert all(whole)
 
 
 def _load_into(kind: str, path: str) -> str:

@@ -111,6 +111,13 @@ def test_what_ranks_read_of_a_file_is_checked_in_chunks(tmp_path):
         assert found == data[CHUNK - 3000 : CHUNK]
         with pytest.raises(DamagedCheckpointError, match="bytes 4,194,304 to 8,388,607"):
             file.read_into(CHUNK - 1, memoryview(found))
+        whole = bytearray(CHUNK + 1000)  # a chunk that is read to its place, and the beginning of the next
+        file.read_into(0, memoryview(whole)[:CHUNK])
+        assert whole[:CHUNK] == data[:CHUNK]
+        with pytest.raises(DamagedCheckpointError, match="bytes 4,194,304 to 8,388,607"):
+            file.read_into(CHUNK, memoryview(whole)[:CHUNK])
+        with pytest.raises(DamagedCheckpointError, match="bytes 4,194,304 to 8,388,607"):
+            file.read_into(0, memoryview(whole))
 
 
 def test_format_1_is_read(ranks, tmp_path):

@@ -3,22 +3,10 @@
 import logging
 import subprocess
 import sys
-import warnings
 
 import pytest
 
 from tensorshard.torch_private import messages
-
-
-def test_one_warning_is_silenced_and_others_are_heard() -> None:
-    others = [f"{messages._ONE_PROCESS} And more.", "torch.distributed is disabled", "mine"]
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        with messages.reading_in_one_process():
-            for text in (messages._ONE_PROCESS, *others):
-                warnings.warn(text, UserWarning, stacklevel=1)
-        warnings.warn(messages._ONE_PROCESS, UserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in heard] == [*others, messages._ONE_PROCESS]
 
 
 def test_one_message_is_silenced_and_others_are_heard(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,23 +20,13 @@ def test_one_message_is_silenced_and_others_are_heard(caplog: pytest.LogCaptureF
 
 @pytest.mark.slow
 def test_torch_still_says_what_is_silenced_in_these_words() -> None:
-    """In a process without a world, and one that profiles for the first time."""
+    """In a process that profiles for the first time."""
     code = """
-import tempfile, warnings, torch
-import torch.distributed.checkpoint as dcp
+import torch
 from tensorshard.torch_private import messages
-folder = tempfile.mkdtemp()
-dcp.save({"a": torch.ones(1)}, checkpoint_id=folder, no_dist=True)
-for surrounding in (warnings.catch_warnings, messages.reading_in_one_process):
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        with surrounding():
-            dcp.load({"a": torch.zeros(1)}, checkpoint_id=folder, no_dist=True)
-    print(len([warning for warning in heard if str(warning.message) == messages._ONE_PROCESS]))
 messages.silence_profiler_marks()
 with torch.profiler.profile():
     torch.ones(1) + 1
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n0\n"
     assert "profiler_start" not in done.stderr

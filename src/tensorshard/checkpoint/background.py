@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.checkpoint.writing import RankFile, Report, Staged, StagingMemory
+from tensorshard.checkpoint.writing import LastPlan, RankFile, Report, Staged, StagingMemory
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.torch_private.process_groups import default_store
 
@@ -168,6 +168,7 @@ class BackgroundSaves:
 
     Attributes:
         memory: of the copies, for the next save.
+        last_plan: which pieces the ranks have written.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -175,6 +176,7 @@ class BackgroundSaves:
         self._device = device
         self._current: BackgroundSave | None = None
         self.memory = StagingMemory()
+        self.last_plan = LastPlan()
 
     @property
     def target(self) -> str | None:

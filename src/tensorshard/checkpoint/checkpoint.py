@@ -11,26 +11,34 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 
 from tensorshard.checkpoint.background import BackgroundSave, Messages
 from tensorshard.checkpoint.destinations import Destination, destination
 from tensorshard.checkpoint.parts import Part, Stored
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner
-from tensorshard.checkpoint.writing import PlannedTensors, RankFile, Report, Staged, StagingMemory, manifest_of
+from tensorshard.checkpoint.writing import (
+    LastPlan,
+    PlannedTensors,
+    RankFile,
+    Report,
+    Staged,
+    StagingMemory,
+    manifest_of,
+)
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.common.folders import recover
 from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import Store, open_store
 from tensorshard.host.memory import available_on_host
 from tensorshard.plan.storage import TemporaryCopy
-from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, open_checkpoint
+from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, open_checkpoint, read_into
 from tensorshard.weights.files.manifest import FORMAT, MANIFEST, DamagedCheckpointError, entry_of
+
+_Result = TypeVar("_Result")
 
 _SHARE = 0.5  # of the host's free memory, which the copies of a save in the background take at most
 
@@ -43,6 +51,7 @@ class CheckpointManager:
             first.
         device: on which this rank's messages are sent.
         make_copy: makes memory that is read into before anything is changed.
+        last_plan: of the last save of the same training.
     """
 
     def __init__(
@@ -51,11 +60,13 @@ class CheckpointManager:
         group: dist.ProcessGroup,
         device: torch.device,
         make_copy: Callable[[], TemporaryCopy],
+        last_plan: LastPlan,
     ) -> None:
         self._parts = parts
         self._group = group
         self._device = device
         self._make_copy = make_copy
+        self._last_plan = last_plan
 
     def save(self, target: Path | str, extra: Any, *, overwrite: bool = False) -> None:
         """Writes a checkpoint to `target`, a folder or a URL, with `extra` beside the parts.
@@ -66,7 +77,7 @@ class CheckpointManager:
         writing = self._begin(target, extra, overwrite=overwrite)
         try:
             reports = self._together(writing.write)
-        except RuntimeError as error:
+        except _RanksFailedError as error:
             writing.discard()
             raise RuntimeError(f"engine.save could not write {target}, {_left(target)}: {error}") from error
         decide_once(lambda: writing.complete(reports), self._group)
@@ -118,7 +129,7 @@ class CheckpointManager:
             document.update(part.gather(its_entries))
         text = json.dumps({**document, "extra": extra}, indent=1)
         tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}
-        planned = PlannedTensors(tensors, group)
+        planned = PlannedTensors(tensors, group, self._device, self._last_plan)
         place: Destination | None = None
         files: dict[str, bytes] = {}
 
@@ -155,21 +166,27 @@ class CheckpointManager:
             ) from error
         return entries
 
-    def _together(self, write: Callable[[], Report]) -> list[Report]:
-        """What `write` returns on all ranks; if it fails on one, a RuntimeError on all, which names the rank."""
-        report: Report
+    def _together(self, action: Callable[[], _Result]) -> list[_Result]:
+        """What `action` returns on all ranks. A collective.
+
+        Raises:
+            _RanksFailedError: it failed on a rank; on all of them.
+        """
+        result: _Result | None = None
+        failure: Exception | None = None
         try:
-            report = write()
+            result = action()
         except Exception as error:
-            report = {"error": f"{type(error).__name__}: {error}"}
-        reports: list[Any] = [report]
+            failure = error
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        outcomes: list[Any] = [(result, message, isinstance(failure, DamagedCheckpointError))]
         if self._group.size() > 1 and dist.get_backend(self._group) != "fake":
-            reports = [None] * self._group.size()
-            dist.all_gather_object(reports, report, group=self._group)
-        failed = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
-        if failed:
-            raise RuntimeError("; ".join(failed))
-        return reports
+            outcome, outcomes = outcomes[0], [None] * self._group.size()
+            dist.all_gather_object(outcomes, outcome, group=self._group)
+        messages = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(outcomes) if text is not None]
+        if messages:
+            raise _RanksFailedError("; ".join(messages), damaged=any(damaged for *_, damaged in outcomes)) from failure
+        return [result for result, _, _ in outcomes]
 
     def load(self, source: Path | str) -> dict[str, Any]:
         """Reads the checkpoint at `source`, a folder or a URL; returns its `extra`.
@@ -187,11 +204,10 @@ class CheckpointManager:
         copy = succeed_together(self._make_copy, group, "engine.load")
         tensors = {name: tensor for part in self._parts for name, tensor in part.room(stored, copy).items()}
         try:
-            dcp.load(tensors, storage_reader=checkpoint.reader(), planner=PiecesLoadPlanner())
-        except CheckpointException as error:  # raised on every rank; its class is not derived from Exception
-            damaged = any(isinstance(failure[0], DamagedCheckpointError) for failure in error.failures.values())
-            kind = DamagedCheckpointError if damaged else ValueError
-            raise kind(f"{source} cannot be read, and nothing was changed: {_causes(error)}") from error
+            self._together(lambda: read_into(checkpoint, tensors, PiecesLoadPlanner()))
+        except _RanksFailedError as error:
+            kind = DamagedCheckpointError if error.damaged else ValueError
+            raise kind(f"{source} cannot be read, and nothing was changed: {error}") from error.__cause__
         for part in self._parts:
             part.restore(stored)
         return stored.document["extra"]
@@ -207,6 +223,18 @@ class CheckpointManager:
         for part in self._parts:
             part.check(Stored(source, checkpoint.document, checkpoint.metadata))
         return checkpoint
+
+
+class _RanksFailedError(RuntimeError):
+    """What went wrong on which ranks.
+
+    Args:
+        damaged: whether a rank has found a damaged checkpoint.
+    """
+
+    def __init__(self, message: str, *, damaged: bool) -> None:
+        self.damaged = damaged
+        super().__init__(message)
 
 
 class _Writing:
@@ -277,9 +305,3 @@ def _left(target: Path | str) -> str:
     if isinstance(target, str):
         return "and an older checkpoint there is as it was"
     return "which is as it was" if target.exists() else "which is not there now"
-
-
-def _causes(error: CheckpointException) -> str:
-    """What went wrong on which rank, in one line."""
-    causes = {rank: failure[0] for rank, failure in error.failures.items()}
-    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))

@@ -249,7 +249,7 @@ class OptimizerPart(Part):
             if entry.size == self._sharded.full_shape(name) and master.dim() > 0 and name not in self._wholes:
                 state = copy.like(master.detach(), dtype)
             else:
-                state = torch.zeros(entry.size, dtype=dtype)
+                state = torch.empty(entry.size, dtype=dtype)
             self._states.setdefault(name, {})[key] = state
             tensors[full_key] = self._named(name, state)
         return tensors

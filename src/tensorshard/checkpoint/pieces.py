@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -82,14 +82,6 @@ class TensorPieces:
             if offset == index.offset:
                 return piece
         raise KeyError(f"{index.fqn} has no piece at {index.offset} on this rank")
-
-
-class PiecesSavePlanner(DefaultSavePlanner):
-    """torch's save planner, which also takes :class:`TensorPieces`."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = self.state_dict.get(index.fqn)
-        return value.__get_tensor_shard__(index) if isinstance(value, TensorPieces) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):

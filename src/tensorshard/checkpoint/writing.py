@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
-from tensorshard.checkpoint.pieces import PiecesSavePlanner
+from tensorshard.checkpoint.pieces import TensorPieces
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.sharding import to_local
 from tensorshard.common.quantities import size_text
 from tensorshard.common.stores import Store, sync
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.weights.files.manifest import (
     DTYPES,
     ChecksummedWriter,
@@ -35,47 +40,78 @@ Report = dict[str, Any]
 """What a rank has written, in a form that JSON can hold."""
 
 
+class LastPlan:
+    """Which pieces this rank wrote in the last save, and what it held then. A save of the same needs no new plan, which
+    takes longer than to copy the values."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[str, Any] | None = None
+        self.items: Sequence[WriteItem] = ()
+
+
 class PlannedTensors:
     """The pieces that this rank writes. Making it is a collective of `group`.
 
     Args:
         tensors: what this rank holds of each, by names in the checkpoint.
+        device: on which this rank's messages are sent.
+        last: of the last save; this one takes its place.
     """
 
-    def __init__(self, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise TypeError(f"{name} has the dtype {dtype}, which checkpoints cannot hold; cast it to another one")
-        self.planner: SavePlanner = PiecesSavePlanner()
-        self.planner.set_up_planner(tensors, None, group.rank() == 0)
-        own = self.planner.create_local_plan()
+    def __init__(self, tensors: dict[str, Any], group: dist.ProcessGroup, device: torch.device, last: LastPlan) -> None:
+        self._tensors = tensors
+        with without_torch_functions_of_tensors():
+            layouts = {name: _layout(tensor) for name, tensor in tensors.items()}
+            for name, (dtype, *_) in layouts.items():
+                if str(dtype).removeprefix("torch.") not in DTYPES:
+                    raise TypeError(
+                        f"{name} has the dtype {dtype}, which checkpoints cannot hold; cast it to another one"
+                    )
+        same = torch.tensor(int(layouts == last.layouts), device=device)
+        if group.size() > 1:
+            all_reduce_(same, group, dist.ReduceOp.MIN, what="engine.save")
+        if not same.item():
+            last.layouts = None  # until all ranks have a plan
+            last.items = self._plan(group)
+            last.layouts = layouts
+        self.items = last.items
+
+    def _plan(self, group: dist.ProcessGroup) -> Sequence[WriteItem]:
+        """What this rank writes, now that all ranks say what they hold."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(self._tensors, None, group.rank() == 0)
+        own = planner.create_local_plan()
         if group.size() == 1 or dist.get_backend(group) == "fake":
-            plans, _ = self.planner.create_global_plan([own])
-            self.items = self._finished(plans[0])
-            return
+            plans, _ = planner.create_global_plan([own])
+            return planner.finish_plan(plans[0]).items
         everyone: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
         dist.gather_object(own, everyone, group=group, group_dst=0)
         outcomes: list[Any] | None = None
         if everyone is not None:
             try:
-                outcomes = list(self.planner.create_global_plan(everyone)[0])
+                outcomes = list(planner.create_global_plan(everyone)[0])
             except Exception as error:  # the planner found tensors that do not fit together
                 outcomes = [f"{type(error).__name__}: {error}"] * group.size()
         received: list[Any] = [None]
         dist.scatter_object_list(received, outcomes, group=group, group_src=0)
         if isinstance(received[0], str):
             raise RuntimeError(f"the ranks' parts of the tensors do not fit together: {received[0]}")
-        self.items = self._finished(received[0])
-
-    def _finished(self, plan: SavePlan) -> Sequence[WriteItem]:
-        return self.planner.finish_plan(plan).items
+        return planner.finish_plan(received[0]).items
 
     def value(self, item: WriteItem) -> torch.Tensor:
         """The piece that `item` stands for, where it is now."""
-        value = self.planner.resolve_data(item)
-        assert isinstance(value, torch.Tensor)
-        return value.detach()
+        tensor = self._tensors[item.index.fqn]
+        piece = tensor.__get_tensor_shard__(item.index) if isinstance(tensor, TensorPieces) else to_local(tensor)
+        return piece.detach()
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    """What a plan depends on."""
+    if isinstance(tensor, TensorPieces):
+        return tensor.dtype, tensor.shape, [(offset, piece.shape) for offset, piece in tensor.pieces]
+    if isinstance(tensor, DTensor):
+        return tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh
+    return tensor.dtype, tensor.shape
 
 
 class RankFile:

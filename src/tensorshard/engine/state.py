@@ -252,7 +252,9 @@ class StateMethods:
             RandomPart(self.random, self.plan, self.mesh),
             RegisteredPart(self._states, self.mesh),
         )
-        return CheckpointManager(parts, self.mesh.world_group, self.device, self.storage.temporary_copy)
+        return CheckpointManager(
+            parts, self.mesh.world_group, self.device, self.storage.temporary_copy, self._background.last_plan
+        )
 
     def save_pretrained(
         self,

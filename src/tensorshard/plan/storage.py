@@ -152,12 +152,12 @@ class TemporaryCopy:
     """Memory for a second copy of tensors, such as those that are being read from a checkpoint."""
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Zeros of the shape and layout of `tensor`.
+        """A tensor of the shape and layout of `tensor`, of any values.
 
         Raises:
             ValueError: there is no space for them.
         """
-        return torch.zeros_like(tensor, dtype=dtype or tensor.dtype)
+        return torch.empty_like(tensor, dtype=dtype or tensor.dtype)
 
 
 class Storage:

@@ -8,31 +8,11 @@ reached (``transforms.compile``).
 
 import logging
 import os
-import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_ONE_PROCESS = (
-    "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process."
-)
 _NO_CUDA = "No CUDA runtime is found, using CUDA_HOME='%s'"
 _ABOVE_USDT = "6"
-
-
-@contextmanager
-def reading_in_one_process() -> Iterator[None]:
-    """Inside, ``torch.distributed.checkpoint.load`` does not warn that it reads in a single process.
-
-    Why: ``no_dist=True`` asks for exactly that. The warning comes for every tensor.
-
-    Checked: torch 2.13 and 2.15.
-
-    Public way: none.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=rf"{re.escape(_ONE_PROCESS)}\Z", category=UserWarning)
-        yield
 
 
 @contextmanager

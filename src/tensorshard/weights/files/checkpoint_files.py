@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, StorageReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,7 +31,6 @@ from torch.futures import Future
 
 from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import LocalStore, Store, open_store
-from tensorshard.torch_private.messages import reading_in_one_process
 from tensorshard.weights.files.manifest import (
     DTYPES,
     MANIFEST,
@@ -47,7 +46,7 @@ from tensorshard.weights.files.manifest import (
 )
 
 _DOCUMENT = "engine.json"
-_BLOCK = 64 << 20  # bytes that are read before they are copied to where they belong
+_BLOCK = 8 << 20  # bytes that are read before they are copied, where they are not read to where they belong
 
 
 class WeightFile(ABC, Mapping[str, torch.Tensor]):
@@ -152,10 +151,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 class ManifestReader(StorageReader):
     """Reads tensors that a manifest describes; what is read is checked."""
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: Store, manifest: Manifest, metadata: Metadata) -> None:
         self._store = store
         self._manifest = manifest
-        self._metadata = _metadata_of(manifest)
+        self._metadata = metadata
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between reads."""
@@ -194,18 +193,18 @@ class ManifestReader(StorageReader):
 
 def _read_box(stream: CheckedFile, piece: PieceEntry, dtype: torch.dtype, item: ReadItem, target: torch.Tensor) -> None:
     """Reads the part of a stored `piece` that `item` asks for into `target`."""
-    if not piece.sizes:  # a scalar
-        value = torch.empty((), dtype=dtype)
-        stream.read_into(piece.start, as_bytes(value))
-        target.copy_(value)
-        return
     row = math.prod(piece.sizes[1:]) * dtype.itemsize
-    first, count = int(item.storage_offsets[0]), int(item.lengths[0])
+    first, count = (int(item.storage_offsets[0]), int(item.lengths[0])) if piece.sizes else (0, 1)
+    whole_rows = tuple(item.lengths[1:]) == piece.sizes[1:]
+    if whole_rows and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+        stream.read_into(piece.start + first * row, as_bytes(target))
+        return
     others = box(item.storage_offsets[1:], item.lengths[1:])
+    rows_of_target = target if piece.sizes else target.unsqueeze(0)
     for start in range(0, count, rows := max(1, _BLOCK // max(row, 1))):
         block = torch.empty((min(rows, count - start), *piece.sizes[1:]), dtype=dtype)
         stream.read_into(piece.start + (first + start) * row, as_bytes(block))
-        target[start : start + len(block)].copy_(block[(slice(None), *others)])
+        rows_of_target[start : start + len(block)].copy_(block[(slice(None), *others)])
 
 
 def _metadata_of(manifest: Manifest) -> Metadata:
@@ -249,7 +248,7 @@ class OpenCheckpoint:
         if self.manifest is None:
             assert isinstance(self.store, LocalStore)
             return SafeReader(self.store.path)
-        return ManifestReader(self.store, self.manifest)
+        return ManifestReader(self.store, self.manifest, self.metadata)
 
 
 def _what_is_there(store: Store) -> str:
@@ -322,7 +321,7 @@ class CheckpointWeights(WeightFile):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         room = torch.empty_like(self._layouts[name], device="cpu")
-        _read_alone(self._checkpoint, {self._keys[name]: room})
+        read_into(self._checkpoint, {self._keys[name]: room})
         return room
 
     def __iter__(self) -> Iterator[str]:
@@ -344,22 +343,27 @@ def read_tensors(directory: Path, prefix: str) -> dict[str, torch.Tensor]:
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     if room:
-        _read_alone(checkpoint, dict(room))
+        read_into(checkpoint, dict(room))
     return {key.removeprefix(prefix): value for key, value in room.items()}
 
 
-def _read_alone(checkpoint: OpenCheckpoint, room: dict[str, torch.Tensor]) -> None:
-    """Reads tensors on this process, without others.
+def read_into(checkpoint: OpenCheckpoint, tensors: dict[str, Any], planner: LoadPlanner | None = None) -> None:
+    """Fills `tensors`, by their names in the checkpoint, with what this process holds of each.
+
+    No collective: what is read follows from what is asked for, so that no rank waits for the plans of all.
+
+    Args:
+        planner: torch's, or one that takes further kinds of tensors; it is used once.
 
     Raises:
         DamagedCheckpointError: a file is damaged.
     """
-    try:
-        with reading_in_one_process():
-            dcp.load(room, storage_reader=checkpoint.reader(), no_dist=True)
-    except dcp.CheckpointException as error:
-        cause = error.failures[0][0]
-        raise (cause if isinstance(cause, DamagedCheckpointError) else error) from error
+    planner = planner or DefaultLoadPlanner()
+    reader = checkpoint.reader()
+    planner.set_up_planner(tensors, checkpoint.metadata, is_coordinator=False)
+    reader.set_up_storage_reader(checkpoint.metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def _on_meta(entry: Any) -> torch.Tensor:
