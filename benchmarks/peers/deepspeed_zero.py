@@ -13,11 +13,7 @@ _BUCKET_ELEMENTS = 25 * 2**20 // 4
 
 def build(model: ModelFactory, rank: int, world_size: int, *, stage: int) -> Step:
     """Options: `stage` is the ZeRO level, 1 to 3."""
-    deepspeed.init_distributed("gloo")
-    plain = model()
-    engine, *_ = deepspeed.initialize(
-        model=plain, optimizer=OPTIMIZER(plain.parameters()), config=_config(stage), dist_init_required=False
-    )
+    engine = make_engine(model, stage)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         loss = loss_fn(engine(inputs), targets)
@@ -26,6 +22,16 @@ def build(model: ModelFactory, rank: int, world_size: int, *, stage: int) -> Ste
         return loss.item()
 
     return step
+
+
+def make_engine(model: ModelFactory, stage: int) -> "deepspeed.DeepSpeedEngine":
+    """DeepSpeed's engine of a model; joins the world, if this process has not."""
+    deepspeed.init_distributed("gloo")
+    plain = model()
+    engine, *_ = deepspeed.initialize(
+        model=plain, optimizer=OPTIMIZER(plain.parameters()), config=_config(stage), dist_init_required=False
+    )
+    return engine
 
 
 def _config(stage: int) -> dict[str, object]:

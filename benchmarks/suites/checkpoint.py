@@ -1,9 +1,10 @@
-"""Saving and loading on 2 CPU ranks under ZeRO 3: checkpoints against a gathered torch.save and torch's DCP."""
+"""Saving and loading on 2 CPU ranks under ZeRO 3: checkpoints against torch.save, torch's DCP and DeepSpeed."""
 
 import argparse
 import json
 import tempfile
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.harness.hardware import installed_versions
@@ -23,7 +24,7 @@ QUANTITIES = (
     Quantity("blocked", "training waits", "s"),
     Quantity("saved", "until it is whole", "s"),
     Quantity("loaded", "load", "s"),
-    Quantity("peak", "more memory of a rank, at most", "bytes"),
+    Quantity("peak", "more memory than a step", "bytes"),
     Quantity("bytes", "size", "bytes", headline=False),
     Quantity("lost", "training time lost in all", "s"),
 )
@@ -31,20 +32,31 @@ _OURS = ("tensorshard", "tensorshard, background")
 
 
 def measure(name: str, rounds: int, folder: str) -> Group:
-    """All contenders in turn, `rounds` times over, in the same ranks."""
+    """All contenders in turn, `rounds` times over, in the same ranks; then DeepSpeed, whose states are its own."""
+    libraries: dict[str, dict[str, str]] = {"torch": {}}
+    notes = {}
+    if find_spec("deepspeed") is not None:
+        libraries["deepspeed"] = {"DS_ACCELERATOR": "cpu"}
+    else:
+        notes["DeepSpeed 3"] = "not installed"
+    measured: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as results:
         output = Path(results) / "measured.json"
-        arguments = [name, str(rounds), f"{folder}/saved", str(output)]
-        environment = {"CUDA_VISIBLE_DEVICES": ""}
-        run_ranks("benchmarks.harness.checkpoint_rank", arguments, WORLD_SIZE, environment=environment, timeout=3600)
-        measured = json.loads(output.read_text())
+        for library, variables in libraries.items():
+            arguments = [name, str(rounds), f"{folder}/saved", str(output), library]
+            environment = {"CUDA_VISIBLE_DEVICES": "", **variables}
+            run_ranks(
+                "benchmarks.harness.checkpoint_rank", arguments, WORLD_SIZE, environment=environment, timeout=3600
+            )
+            measured |= json.loads(output.read_text())
+    measured |= {name: measured.pop(name) for name in _OURS}  # last
     samples = {q.key: {name: [found[q.key] for found in runs] for name, runs in measured.items()} for q in QUANTITIES}
     return Group(
         title=f"{name} parameters, ZeRO 3",
         date=date.today().isoformat(),
-        versions=installed_versions(("torch", "tensorshard")),
+        versions=installed_versions(("torch", "deepspeed", "tensorshard")),
         settings={"ranks": WORLD_SIZE, "rounds": rounds, "threads": 1},
-        rows=make_rows(samples, ours=_OURS),
+        rows=make_rows(samples, ours=_OURS, notes=notes),
     )
 
 
@@ -67,4 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="one round of a small model, of which nothing is written")
 
 
-SUITE = Suite("checkpoint", "save and load on 2 CPU ranks against torch.save and torch's DCP", add_arguments, run)
+SUITE = Suite(
+    "checkpoint", "save and load on 2 CPU ranks against torch.save, torch's DCP and DeepSpeed", add_arguments, run
+)

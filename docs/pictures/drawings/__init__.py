@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from drawings.bars import bar_groups, draw_bars
+from drawings.bars import bar_groups, checkpoint_groups, draw_bars
 from drawings.diagrams import draw_imports, draw_step
 from drawings.held import draw_held
 from drawings.memory import draw_memory
@@ -39,7 +39,13 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "quickstart.svg": draw_recording,
 }
 if _groups := bar_groups():
-    DRAWINGS["bars.svg"] = partial(draw_bars, _groups)
+    DRAWINGS["bars.svg"] = partial(
+        draw_bars, _groups, ("step time", "peak memory"), "Step time and peak memory beside the peers"
+    )
+if _groups := checkpoint_groups():
+    DRAWINGS["checkpoints.svg"] = partial(
+        draw_bars, _groups, ("training waits", "until it is whole", "load"), "Saving and loading beside the peers"
+    )
 if (_group := offload_group()) is not None:
     DRAWINGS["offload.svg"] = partial(draw_offload, _group)
 if _models := planner_models():

@@ -5,9 +5,7 @@ written from where they are, or from a copy in the host's memory that :class:`St
 """
 
 import logging
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -213,19 +211,8 @@ class StagingMemory:
         """`size` bytes, which the next call may give away again."""
         if size > self._memory.nbytes or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there are never two
-            self._memory = _memory(size, pinned=pinned)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and size > 0)
         return self._memory[:size]
-
-
-def _memory(size: int, *, pinned: bool) -> torch.Tensor:
-    if pinned or size == 0:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned and size > 0)
-    # Large pages: the first touch of small ones takes longer than the copy itself.
-    pages = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the kernel has none
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def manifest_of(document: str, others: dict[str, FileEntry], reports: Sequence[Report]) -> Manifest:
