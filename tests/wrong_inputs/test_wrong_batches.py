@@ -255,7 +255,7 @@ FILES: dict[str, Case] = {
     "no path": (lambda e: e.usual.save(None), "path is None", "a path"),
     "an extra of tensors": (lambda e: e.usual.save(e.folder / "x", extra={"a": TOKENS}), "extra", "numbers, strings"),
     "an extra that is no dict": (lambda e: e.usual.save(e.folder / "x", extra=[1]), "extra is a list", "a dict"),
-    "no checkpoint": (lambda e: e.usual.load(e.folder / "nowhere"), "nowhere", "not a checkpoint", "no"),
+    "no checkpoint": (lambda e: e.usual.load(e.folder / "nowhere"), "nowhere", "not a checkpoint", "no such folder"),
     "a path as a number": (lambda e: e.usual.load(3), "path is 3", "a path"),
     "a checkpoint of another model": (lambda e: e.gpt.load(e.saved), "another model", "such as"),
     "files for others at a place that is taken": (
