@@ -22,14 +22,14 @@ _FROM = float(os.environ.get("TENSORSHARD_TESTS_FROM", "0"))  # where in their o
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 record_comparisons()
+_POOL = RankPool()  # made before a test changes the environment, which it gives to its ranks
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """``ranks(world_size, function, *args)``: runs `function` on CPU ranks and returns what each returned."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    yield _POOL
+    _POOL.close()
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from simulated_ranks import simulate
 from torch import nn
 
 from tensorshard.context_parallel import ContextGroup, SequenceLayout, contiguous, cut, from_positions, whole, zigzag
-from tensorshard.context_parallel.simulated_ranks import simulate
 
 
 def scattered(length: int, size: int) -> SequenceLayout:

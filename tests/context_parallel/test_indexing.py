@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_ranks import simulate
 
 from tensorshard.context_parallel import contiguous, cut, from_positions, whole
-from tensorshard.context_parallel.simulated_ranks import simulate
 
 
 def _random_index(shape: list[int], rng: random.Random, only_basic: bool) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_ranks import simulate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tensorshard.context_parallel import cut, whole
-from tensorshard.context_parallel.simulated_ranks import simulate
 
 if find_spec("expecttest") is None:  # torch's samples import a test class from it, which is not needed here
     sys.modules["expecttest"] = types.ModuleType("expecttest")

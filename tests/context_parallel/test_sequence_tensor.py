@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sequence_parity import LAYOUTS, scattered
+from simulated_ranks import simulate
 
 from tensorshard.context_parallel import SequenceTensor, contiguous, cut, from_local, whole, zigzag
-from tensorshard.context_parallel.simulated_ranks import simulate
 
 X = torch.arange(22.0).view(2, 11) - 4
 

@@ -32,8 +32,10 @@ class RankError(AssertionError):
     """A rank raised; carries that rank's traceback."""
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, variables: dict[str, str]) -> None:
     """A worker's life: join a fresh process group, run a function, report, repeat."""
+    os.environ.clear()  # they are those of the test that happened to start the first worker
+    os.environ.update(variables)
     import torch
     import torch.distributed as dist
 
@@ -65,8 +67,8 @@ def _serve(connection: Connection) -> None:
         except BaseException:  # whatever a test raises is reported, never lost
             outcome = (False, traceback.format_exc())
         finally:
-            for name in environment:
-                os.environ.pop(name, None)
+            os.environ.clear()
+            os.environ.update(variables)
             if dist.is_initialized():
                 dist.destroy_process_group()
             forget_meshes()
@@ -81,6 +83,7 @@ class RankPool:
     """Runs functions on ranks of process groups of any size, on processes that are started once."""
 
     def __init__(self) -> None:
+        self._variables = dict(os.environ)
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_IMPORTED_ONCE)
         self._workers: list[tuple[Any, Connection]] = []
@@ -140,7 +143,7 @@ class RankPool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         while len(self._workers) < size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._variables), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

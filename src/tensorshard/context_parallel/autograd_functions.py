@@ -5,7 +5,7 @@ rank's parts; recomputation repeats a forward with sequence tensors.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,20 @@ def _guard(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _on_parts(cls: Any, *args: Any) -> Any:
     given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    out = _apply(cls, *(arg.local if isinstance(arg, SequenceTensor) else arg for arg in args))
+    out = _apply(cls, *map(_part, args))
     outs = out if isinstance(out, tuple) else (out,)
-    results = tuple(
-        like.like(each) if isinstance(like, SequenceTensor) else each for each, like in zip(outs, given, strict=False)
-    )
+    results = _as_sequences(given, outs, strict=False)
     return results if isinstance(out, tuple) else results[0]
+
+
+def _as_sequences(likes: Sequence[Any], parts: Sequence[Any], *, strict: bool = True) -> tuple[Any, ...]:
+    """Sequence tensors of `parts` where `likes` are some, in their layouts."""
+    pairs = zip(likes, parts, strict=strict)
+    return tuple(like.like(part) if isinstance(like, SequenceTensor) else part for like, part in pairs)
+
+
+def _part(value: Any) -> Any:
+    return value.local if isinstance(value, SequenceTensor) else value
 
 
 def _checkpoint(cls: Any, function: Callable[..., Any], keeps_random_state: bool, *args: Any) -> Any:
@@ -57,30 +65,19 @@ def _checkpoint(cls: Any, function: Callable[..., Any], keeps_random_state: bool
     likes: list[Any] = []
 
     def on_parts(*parts: Any) -> Any:
-        whole = [
-            arg.like(part) if isinstance(arg, SequenceTensor) else part for arg, part in zip(args, parts, strict=True)
-        ]
         with activated(activation):
-            out = function(*whole)
+            out = function(*_as_sequences(args, parts))
         outs = out if isinstance(out, tuple) else (out,)
         likes[:] = [out, *outs]
-        locals_ = tuple(each.local if isinstance(each, SequenceTensor) else each for each in outs)
+        locals_ = tuple(map(_part, outs))
         return locals_ if isinstance(out, tuple) else locals_[0]
 
-    parts = [arg.local if isinstance(arg, SequenceTensor) else arg for arg in args]
-    result = _apply(cls, on_parts, keeps_random_state, *parts)
+    result = _apply(cls, on_parts, keeps_random_state, *map(_part, args))
     first, *layouts = likes
     results = result if isinstance(result, tuple) else (result,)
-    wrapped = tuple(
-        like.like(each) if isinstance(like, SequenceTensor) else each
-        for like, each in zip(layouts, results, strict=True)
-    )
+    wrapped = _as_sequences(layouts, results)
     likes.clear()
     return wrapped if isinstance(first, tuple) else wrapped[0]
-
-
-def _as_sequence(like: Any, part: Any) -> Any:
-    return like.like(part) if isinstance(like, SequenceTensor) else part
 
 
 def _repeating(original: Callable[..., Any]) -> Callable[..., Any]:

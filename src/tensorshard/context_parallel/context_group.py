@@ -1,8 +1,11 @@
 """The ranks that share one sequence, seen from one of them."""
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,7 +13,10 @@ import torch.distributed as dist
 
 from tensorshard.comm.primitives import start_exchange
 from tensorshard.context_parallel.active_groups import Activation, activated
-from tensorshard.context_parallel.user_lines import line_of_caller
+
+_OURS = os.path.dirname(__file__)
+_PRIVATE = os.path.join(os.path.dirname(_OURS), "torch_private")
+_TORCH = os.path.dirname(torch.__file__)
 
 Exchange = Callable[[list[torch.Tensor], list[tuple[int, ...]]], list[torch.Tensor]]
 """An all-to-all: sends piece i to rank i, and returns what each rank has sent, of the given shapes."""
@@ -91,10 +97,21 @@ class ContextGroup:
 
     def note_fallback(self, operation: str) -> None:
         """Counts an operation that is computed on whole tensors."""
-        self.fallbacks[operation, line_of_caller()] += 1
+        self.fallbacks[operation, _line_of_caller()] += 1
 
     def __deepcopy__(self, memo: Any) -> "ContextGroup":
         return self
 
     def __reduce__(self) -> Any:
         raise TypeError("a group of context parallelism belongs to its process; it cannot be pickled")
+
+
+def _line_of_caller() -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, _PRIVATE, _TORCH, "<")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

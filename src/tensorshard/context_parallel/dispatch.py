@@ -51,25 +51,17 @@ def _attempts(rule: Rule | None, body: Callable[..., Any] | None) -> Handler:
 
     def handle(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for arg in args:
-            if type(arg) is SequenceTensor:
-                if arg._gathered is not None or arg._copied_from is not None or arg.group.pieces:
-                    before_use(arg, func)
-            elif type(arg) in (list, tuple):
-                _check_members(arg, func)
+            for each in arg if type(arg) in (list, tuple) else (arg,):
+                if type(each) is SequenceTensor and (
+                    each._gathered is not None or each._copied_from is not None or each.group.pieces
+                ):
+                    before_use(each, func)
         result = NotImplemented if rule is None else rule(func, args, kwargs)
         if result is NotImplemented and body is not None:
             result = _run_body(func, body, args, kwargs)
         return compute_whole(func, args, kwargs) if result is NotImplemented else result
 
     return handle
-
-
-def _check_members(members: Sequence[Any], func: Callable[..., Any]) -> None:
-    for member in members:
-        if type(member) is SequenceTensor and (
-            member._gathered is not None or member._copied_from is not None or member.group.pieces
-        ):
-            before_use(member, func)
 
 
 def _run_body(func: Callable[..., Any], body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,8 @@ from tensorshard.context_parallel.layouts import contiguous
 from tensorshard.context_parallel.sequence_layout import PositionLists, SequenceLayout, as_index, runs_of
 
 Index = slice | torch.Tensor | None
+_Turning = tuple[int, SequenceLayout, int, SequenceLayout]
+"""The dimension that is split and its layout, then those of the result."""
 
 
 @dataclass
@@ -96,12 +98,8 @@ def take(tensor: torch.Tensor, dim: int, index: Index) -> torch.Tensor:
     return tensor.index_select(dim, index if index.device == tensor.device else index.to(tensor.device))
 
 
-def _is_held(layout: SequenceLayout, wanted: PositionLists) -> bool:
-    return _held(layout, wanted)
-
-
 @lru_cache(512)
-def _held(layout: SequenceLayout, wanted: PositionLists) -> bool:
+def _is_held(layout: SequenceLayout, wanted: PositionLists) -> bool:
     """Whether every rank holds what it wants."""
     return all((layout.owner[wanted.positions(rank)] == rank).all() for rank in range(layout.ranks))
 
@@ -182,28 +180,20 @@ class _Turn(torch.autograd.Function):
     """An all-to-all; its adjoint is the one back."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, about: Any, what: str, group: ContextGroup) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, about: _Turning, what: str, group: ContextGroup) -> torch.Tensor:
         ctx.about = about, what, group, group.number_call()
-        dim, layout, new_dim, new_layout = about
-        return _turned(local, dim, layout, new_dim, new_layout, what, group, ctx.about[-1])
+        return _turned(local, about, what, group, ctx.about[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         _refuse_double_backward()
         (dim, layout, new_dim, new_layout), what, group, number = ctx.about
-        return _turned(grads[0], new_dim, new_layout, dim, layout, what + "'", group, number), None, None, None
+        back = new_dim, new_layout, dim, layout
+        return _turned(grads[0], back, what + "'", group, number), None, None, None
 
 
-def _turned(
-    local: torch.Tensor,
-    dim: int,
-    layout: SequenceLayout,
-    new_dim: int,
-    new_layout: SequenceLayout,
-    what: str,
-    group: ContextGroup,
-    number: int,
-) -> torch.Tensor:
+def _turned(local: torch.Tensor, about: _Turning, what: str, group: ContextGroup, number: int) -> torch.Tensor:
+    dim, layout, new_dim, new_layout = about
     pieces = [take(local, new_dim, new_layout.index(rank)) for rank in range(group.size)]
     shape = list(local.shape)
     shape[new_dim] = new_layout.sizes[group.rank]

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from tensorshard.context_parallel.active_groups import active
+from tensorshard.context_parallel.active_groups import Activation, active
 from tensorshard.context_parallel.context_group import ContextGroup
 from tensorshard.context_parallel.exchanges import fetch, take, turn
 from tensorshard.context_parallel.layouts import contiguous, elsewhere
 from tensorshard.context_parallel.sequence_layout import SequenceLayout
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
-from tensorshard.torch_private.pytree import tree_flatten, tree_map, tree_tensors, tree_unflatten
+from tensorshard.torch_private.pytree import tree_map, tree_tensors
 from tensorshard.torch_private.tensors import tensor_version
 
 
@@ -27,7 +27,8 @@ def cut(tensor: torch.Tensor, dim: int, layout: SequenceLayout | None = None) ->
         RuntimeError: this is called outside of ``ContextGroup.active``.
         ValueError: the layout is of another length or number of ranks, or there is only one position.
     """
-    group = _active_group()
+    activation = _activation()
+    group: ContextGroup = activation.group
     dim = dim % tensor.ndim
     if tensor.shape[dim] < 2:
         raise ValueError(f"dimension {dim} of a tensor of shape {list(tensor.shape)} is too short to be cut over ranks")
@@ -37,7 +38,7 @@ def cut(tensor: torch.Tensor, dim: int, layout: SequenceLayout | None = None) ->
             f"a tensor of shape {list(tensor.shape)} was to be cut along dimension {dim} over {group.size} ranks by a "
             f"layout of {layout.length} positions over {layout.ranks} ranks"
         )
-    _note_sequence(layout)
+    activation.layouts.setdefault(layout.length, layout)
     return cut_for(tensor, dim, layout, group)
 
 
@@ -47,28 +48,22 @@ def from_local(local: torch.Tensor, dim: int, layout: SequenceLayout) -> Sequenc
     Raises:
         RuntimeError: this is called outside of ``ContextGroup.active``.
     """
-    _note_sequence(layout)
-    return SequenceTensor(local, dim % local.ndim, layout, _active_group())
+    activation = _activation()
+    activation.layouts.setdefault(layout.length, layout)
+    return SequenceTensor(local, dim % local.ndim, layout, activation.group)
+
+
+def _activation() -> Activation:
+    activation = active()
+    if activation is None:
+        raise RuntimeError("sequences are cut and joined inside of `with group.active():`")
+    return activation
 
 
 def whole(tree: Any) -> Any:
     """A nest of tensors with whole, plain ones in place of sequence tensors; differentiable. All ranks have to call
     it."""
-    return tree_map(lambda leaf: gathered(leaf, "whole") if isinstance(leaf, SequenceTensor) else leaf, tree)
-
-
-def _active_group() -> ContextGroup:
-    activation = active()
-    if activation is None:
-        raise RuntimeError("sequences are cut and joined inside of `with group.active():`")
-    group: ContextGroup = activation.group
-    return group
-
-
-def _note_sequence(layout: SequenceLayout) -> None:
-    activation = active()
-    if activation is not None:
-        activation.layouts.setdefault(layout.length, layout)
+    return tree_map(lambda leaf: gathered(leaf, "whole"), tree)
 
 
 def cut_for(tensor: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup) -> SequenceTensor:
@@ -153,8 +148,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return tuple(mapped) if type(tree) is tuple else mapped
     if type(tree) is dict and not tree:
         return tree
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def on_meta(tree: Any) -> Any:
+    """`tree` with tensors of the same shapes and types that have no values."""
+    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree)
 
 
 def sequence_tensors(tree: Any) -> list[SequenceTensor]:

@@ -2,8 +2,8 @@
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class SplitSequences(WholeSequences):
         dims: as :class:`tensorshard.Plan` takes ``cp_dims``.
     """
 
+    are_split = True
+
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, dims: Mapping[str, int] | None) -> None:
         self.group = ContextGroup.of(group)
         self._dims = dims
@@ -40,7 +42,6 @@ class SplitSequences(WholeSequences):
             for name, parameter in inspect.signature(type(model).forward).parameters.items()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ][1:]
-        self._is_on = True
         self._is_told = False
         hook_root(model, RootRole.SPLIT_SEQUENCES, before=self._cut, with_kwargs=True)
         surround_root(model, RootRole.SPLIT_SEQUENCES, self.active)  # around the hook
@@ -48,15 +49,6 @@ class SplitSequences(WholeSequences):
     def active(self) -> AbstractContextManager[object]:
         """Within this, the model and the loss compute with parts of sequences."""
         return self.group.active()
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Within this, the model gets whole sequences."""
-        before, self._is_on = self._is_on, False
-        try:
-            yield
-        finally:
-            self._is_on = before
 
     def whole(self, tree: Any) -> Any:
         """`tree` with whole tensors. A collective of the ranks, if any of them is split."""
@@ -69,21 +61,18 @@ class SplitSequences(WholeSequences):
         if self._is_told:
             return
         self._is_told = True
-        for (operation, line), times in self.group.fallbacks.most_common(_SHOWN):
-            if self.group.rank == 0:
-                logger.warning(
-                    "context parallelism: %s (%s) was computed on whole sequences, by every rank, %d times in the "
-                    "first forward, which is exact, and takes time and memory",
-                    operation,
-                    line,
-                    times,
-                )
+        for (operation, line), times in self.group.fallbacks.most_common(_SHOWN if self.group.rank == 0 else 0):
+            logger.warning(
+                "context parallelism: %s (%s) was computed on whole sequences, by every rank, %d times in the first "
+                "forward, which is exact, and takes time and memory",
+                operation,
+                line,
+                times,
+            )
 
     def _cut(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._is_on:
-            return args, kwargs
         named = {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}
         if self._dims is None:
             length = sequence_length(named)

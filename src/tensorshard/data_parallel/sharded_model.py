@@ -158,7 +158,7 @@ class ShardedModel(ABC):
         """Within this, output layers leave logits split over tensor-parallel ranks, or uncomputed, where the loss can
         take them so. Logits of parts of sequences are whole."""
         with ExitStack() as stack:
-            if type(self.sequences) is WholeSequences:
+            if not self.sequences.are_split:
                 stack.enter_context(self.split.keep_outputs_split())
             stack.enter_context(self.logits.pending())
             yield

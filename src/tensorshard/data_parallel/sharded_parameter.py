@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import distribute, local_shard, on_mesh_device
+from tensorshard.model.tensors import another_takes_precedence
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
@@ -131,7 +132,7 @@ class ShardedParameter(DTensorWithDirectHooks):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(types) > 1 and any(getattr(each, "takes_precedence", False) for each in types):
+        if len(types) > 1 and another_takes_precedence(types):
             return NotImplemented  # a tensor that is split along a sequence reads the full parameter
         return _KINDS[_kind(func)](func, args, kwargs or {})
 
@@ -408,7 +409,7 @@ class FullTensorView(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(types) > 1 and any(getattr(each, "takes_precedence", False) for each in types):
+        if len(types) > 1 and another_takes_precedence(types):
             return NotImplemented
         target = args[0] if args and isinstance(args[0], FullTensorView) else None
         with without_torch_functions_of_tensors():

@@ -94,8 +94,7 @@ class ManualForwards:
             return
         self._shares.note_inputs((args, kwargs))
         self._means.note_batch((args, kwargs))
-        if self._mesh.degrees["tp"] > 1 or self._mesh.degrees["cp"] > 1:
-            self._same_batch.check("model", (args, kwargs), None)
+        self._same_batch.check("model", (args, kwargs), None)
 
     def _after(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self.is_engine_call:

@@ -52,6 +52,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     return tree_unflatten([_mapped(function, leaf) for leaf in leaves], spec)
 
 
+def another_takes_precedence(types: Sequence[type]) -> bool:
+    """Whether a class among the `types` of a function's arguments wants to do the function, as it says by an attribute
+    ``takes_precedence``."""
+    return any(getattr(each, "takes_precedence", False) for each in types)
+
+
 def map_tensors_once(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """As :func:`map_tensors`, but a tensor that occurs several times is mapped once, so it stays one tensor."""
     made: dict[int, torch.Tensor] = {}

@@ -5,14 +5,16 @@ from typing import Any
 
 
 class WholeSequences:
-    """How sequences are split over the ranks of context parallelism; this one is for none, and does nothing."""
+    """How sequences are split over the ranks of context parallelism; this one is for none, and does nothing.
+
+    Attributes:
+        are_split: whether ranks have parts of sequences.
+    """
+
+    are_split = False
 
     def active(self) -> AbstractContextManager[object]:
         """Within this, the model and the loss compute with parts of sequences."""
-        return nullcontext()
-
-    def off(self) -> AbstractContextManager[object]:
-        """Within this, the model gets whole sequences."""
         return nullcontext()
 
     def whole(self, tree: Any) -> Any:

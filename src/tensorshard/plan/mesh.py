@@ -19,8 +19,7 @@ _GROUPS_SHOWN = 8
 
 _known: dict[DeviceMesh | tuple[Any, ...], DeviceMesh] = {}
 _world_of_known: list[dist.ProcessGroup | None] = []
-_made_by: list[int] = []  # the process that made them
-_of_parents: list[Any] = []  # meshes and worlds of processes that this one was forked from
+_of_parents: list[Any] = []  # what the processes that this one was forked from had of these
 
 
 class Mesh:
@@ -130,11 +129,6 @@ class Mesh:
         """Number of processes over which parameters, gradients and optimizer states are sharded: dp_shard x cp."""
         return self.degrees["dp_shard"] * self.degrees["cp"]
 
-    @property
-    def shard_rank(self) -> int:
-        """This process's place among those over which states are sharded."""
-        return self.index("dp_shard") * self.degrees["cp"] + self.index("cp")
-
     @cached_property
     def shard_group(self) -> dist.ProcessGroup:
         """The group over which states are sharded: dp_shard x cp."""
@@ -143,14 +137,14 @@ class Mesh:
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The mesh over which states are sharded: dp_shard x cp as one dimension."""
-        return self.along("dp_shard") if self.degrees["cp"] == 1 else self._mesh_of([self.shard_group], ["dp_shard"])
+        return self.along("dp_shard") if self.degrees["cp"] == 1 else self._mesh_of(dp_shard=self.shard_group)
 
     @cached_property
     def hybrid_mesh(self) -> DeviceMesh:
         """The replicas as the first dimension, and :attr:`shard_mesh` as the second one."""
         if self.degrees["cp"] == 1:
             return self.along("dp_replicate", "dp_shard")
-        return self._mesh_of([self.group("dp_replicate"), self.shard_group], ["dp_replicate", "dp_shard"])
+        return self._mesh_of(dp_replicate=self.group("dp_replicate"), dp_shard=self.shard_group)
 
     @property
     def gradient_ranks(self) -> int:
@@ -162,19 +156,17 @@ class Mesh:
         """The group over which gradients are averaged: dp_replicate x dp_shard x cp."""
         return self.dp_group if self.degrees["cp"] == 1 else self.merged("gradients", "dp_replicate", "dp_shard", "cp")
 
-    def _mesh_of(self, groups: list[dist.ProcessGroup], names: list[str]) -> DeviceMesh:
-        """The mesh with these groups as its dimensions."""
-        ranks = torch.tensor(dist.get_process_group_ranks(groups[-1]))
-        if len(groups) > 1:
-            # All replicas: what this rank is among its own group's, the others are among theirs.
-            first = dist.get_process_group_ranks(groups[0])
-            ranks = torch.stack([ranks - dist.get_rank() + replica for replica in first])
+    def _mesh_of(self, **groups: dist.ProcessGroup) -> DeviceMesh:
+        """The mesh with these groups as its dimensions, by their names."""
+        ranks = torch.zeros((), dtype=torch.int64)  # relative to this one
+        for group in groups.values():
+            ranks = ranks[..., None] + torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
         with unset_fake_temporarily():
             made = DeviceMesh.from_group(
-                groups if len(groups) > 1 else groups[0],
+                list(groups.values()),
                 self.device_mesh.device_type,
-                mesh=ranks if len(groups) > 1 else None,
-                mesh_dim_names=tuple(names),
+                mesh=ranks + dist.get_rank(),
+                mesh_dim_names=tuple(groups),
             )
             return _known.setdefault(made, made)
 
@@ -242,13 +234,10 @@ def _device_mesh(
     rank another one. If they had different groups, ranks would wait for each other in different groups.
     """
     if _world_of_known != [dist.group.WORLD]:
-        if _made_by and _made_by != [os.getpid()]:  # freed groups would wait for threads, which a fork does not have
-            _of_parents.append((dict(_known), list(_world_of_known)))
         if _known:
             forget_meshes()
         _known.clear()
         _world_of_known[:] = [dist.group.WORLD]
-        _made_by[:] = [os.getpid()]
     key = (device_type, *members, shape, axes)
     made = _known.get(key)
     if made is not None:
@@ -264,6 +253,15 @@ def _device_mesh(
         made = DeviceMesh(device_type, torch.tensor(members, device="cpu").view(shape), mesh_dim_names=axes)
     _known[key] = made
     return made
+
+
+def _keep_in_fork() -> None:
+    """Freed groups would wait for threads, which a fork does not have."""
+    _of_parents.append((dict(_known), list(_world_of_known)))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_fork)
 
 
 def _ranges(ranks: list[int]) -> str:

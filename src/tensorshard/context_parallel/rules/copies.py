@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.context_parallel.layout_changes import cut_for, sequence_tensors
+from tensorshard.context_parallel.layout_changes import cut_for, on_meta, sequence_tensors
 from tensorshard.context_parallel.rule_table import name_of, rule
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
@@ -66,9 +66,7 @@ def new(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
 @rule("result_type", "can_cast", "promote_types")
 def types(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Questions for types."""
-    return func(
-        *(torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a for a in args)
-    )
+    return func(*on_meta(tuple(args)))
 
 
 @rule("is_same_size", "is_set_to", "stride", "storage_offset", "nelement", "ndimension")
@@ -77,10 +75,7 @@ def geometry(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     name = name_of(func)
     if name == "is_set_to":
         return args[0] is args[1]
-    return func(
-        *(torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a for a in args),
-        **kwargs,
-    )
+    return func(*on_meta(tuple(args)), **kwargs)
 
 
 @rule("view_as_complex", "view_as_real")
@@ -89,4 +84,4 @@ def complex_views(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
     x = args[0]
     if x.split_dim == x.ndim - 1 and name_of(func) == "view_as_complex":
         return NotImplemented
-    return SequenceTensor(func(x.local.contiguous()), x.split_dim, x.sequence, x.group)
+    return x.like(func(x.local.contiguous()))

@@ -129,38 +129,33 @@ def _of_sequence(x: SequenceTensor, entries: list[Any], tensors: list[torch.Tens
     if any(isinstance(tensor, SequenceTensor) for tensor in tensors):
         return NotImplemented
     at = _entry_of(entries, x.split_dim)
-    entry = entries[at]
+    entry, others = entries[at], [*entries[:at], _FULL, *entries[at + 1 :]]
     if len(tensors) == 1:
         if entry is tensors[0]:
             if entry.ndim != 1:
                 return NotImplemented
-            y = take_positions(x, entry)
-            return _rest(y, [*entries[:at], _FULL, *entries[at + 1 :]])
-        if isinstance(entry, slice):
-            y = narrow_to(x, entry)
-            return _rest(y, [*entries[:at], _FULL, *entries[at + 1 :]])
-        return NotImplemented
+            return _rest(take_positions(x, entry), others)
+        return _rest(narrow_to(x, entry), others) if isinstance(entry, slice) else NotImplemented
     advanced = [i for i, each in enumerate(entries) if isinstance(each, torch.Tensor)]
     are_adjacent = advanced == list(range(advanced[0], advanced[-1] + 1))
     if any(each.dtype == torch.bool for each in tensors) or any(each is None for each in entries):
         return NotImplemented
     if isinstance(entry, slice):
         y = narrow_to(x, entry)
-        rest = [*entries[:at], _FULL, *entries[at + 1 :]]
         if not isinstance(y, SequenceTensor):
-            return y[tuple(rest)]
+            return y[tuple(others)]
         ndim = max(each.ndim for each in tensors)
         before = sum(i < at for i in advanced)
         start = advanced[0] if are_adjacent else 0
         dim = at - before + ndim if not are_adjacent or start < at else at
-        return SequenceTensor(y.local[tuple(rest)], dim, y.sequence, y.group)
+        return SequenceTensor(y.local[tuple(others)], dim, y.sequence, y.group)
     lengths = {len(each) for each in tensors if each.ndim == 1}
     if not isinstance(entry, torch.Tensor) or any(each.ndim != 1 for each in tensors) or len(lengths) != 1:
         return NotImplemented
     if not are_adjacent:
         return NotImplemented
     positions = _host(entry) % x.sequence.length
-    if len(positions) < 2 * x.group.size or len(positions) * 4 < x.sequence.length:
+    if _are_few(positions, x):
         wanted = PositionLists([runs_of(positions)] * x.group.size)
         fetched = fetch(x.local, x.split_dim, x.sequence, wanted, "index", x.group)
         return fetched[(*entries[:at], arange(len(positions), device=x.device), *entries[at + 1 :])]
@@ -173,6 +168,11 @@ def _of_sequence(x: SequenceTensor, entries: list[Any], tensors: list[torch.Tens
         else:
             local.append(take(each, 0, mine) if isinstance(each, torch.Tensor) else each)
     return SequenceTensor(x.local[tuple(local)], advanced[0], layout, x.group)
+
+
+def _are_few(positions: np.ndarray[Any, Any], x: SequenceTensor) -> bool:
+    """Whether every rank gets all of these positions, instead of keeping its own of them."""
+    return len(positions) < 2 * x.group.size or len(positions) * 4 < x.sequence.length
 
 
 def _host(index: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -198,7 +198,7 @@ def take_positions(x: SequenceTensor, index: torch.Tensor) -> torch.Tensor:
         if len(positions) and (positions.max() >= x.sequence.length or positions.min() < -x.sequence.length):
             raise IndexError(f"index out of range for a dimension of size {x.sequence.length}")
         positions = positions % x.sequence.length
-    if len(positions) < 2 * x.group.size or len(positions) * 4 < x.sequence.length:
+    if _are_few(positions, x):
         wanted = PositionLists([runs_of(positions)] * x.group.size)
         return fetch(x.local, x.split_dim, x.sequence, wanted, "index", x.group)
     layout, places = layouts.selected(x.sequence, positions)

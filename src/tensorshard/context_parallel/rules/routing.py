@@ -27,12 +27,7 @@ def embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     ids, weight = call["input"], call["weight"]
     if not isinstance(ids, SequenceTensor) or isinstance(weight, SequenceTensor):
         return NotImplemented
-    return SequenceTensor(
-        func(ids.local, weight, padding_idx=call["padding_idx"], sparse=call["sparse"]),
-        ids.split_dim,
-        ids.sequence,
-        ids.group,
-    )
+    return ids.like(func(ids.local, weight, padding_idx=call["padding_idx"], sparse=call["sparse"]))
 
 
 @rule("one_hot")
@@ -42,7 +37,7 @@ def one_hot(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     x = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     if classes == -1 or not isinstance(x, SequenceTensor):
         return NotImplemented
-    return SequenceTensor(func(x.local, classes), x.split_dim, x.sequence, x.group)
+    return x.like(func(x.local, classes))
 
 
 @rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.context_parallel.layout_changes import part_of, turned
+from tensorshard.context_parallel.layout_changes import on_meta, part_of, turned
 from tensorshard.context_parallel.layouts import contiguous, expanded, factored
 from tensorshard.context_parallel.rule_table import name_of, rule
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
@@ -23,7 +23,7 @@ def shapes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     if dtype is not None:  # the same bytes, seen as another type
         if x.split_dim == x.ndim - 1 and dtype.itemsize != x.dtype.itemsize:
             return NotImplemented
-        return SequenceTensor(x.local.view(dtype), x.split_dim, x.sequence, x.group)
+        return x.like(x.local.view(dtype))
     new = _new_shape(func, x, args, kwargs)
     result = reshaped(x, new)
     if result is not NotImplemented:
@@ -45,11 +45,7 @@ def _new_shape(func: Callable[..., Any], x: SequenceTensor, args: Sequence[Any],
         new = list(x.shape)
         new.insert(args[1] if args[1] >= 0 else x.ndim + 1 + args[1], 1)
     else:
-        metas = [torch.empty(arg.shape, device="meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-        metas_by_name = {
-            k: torch.empty(v.shape, device="meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()
-        }
-        new = list(func(*metas, **metas_by_name).shape)
+        new = list(func(*on_meta(tuple(args)), **on_meta(kwargs)).shape)
     if -1 in new:
         new[new.index(-1)] = x.numel() // max(1, -math.prod(new))
     if math.prod(new) != x.numel():
@@ -165,6 +161,6 @@ def splits(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     before = (slice(None),) * dim
     if name == "unbind":
         return tuple(x[(*before, position)] for position in range(x.shape[dim]))
-    sizes = [each.shape[dim] for each in func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)]
+    sizes = [each.shape[dim] for each in func(on_meta(x), *args[1:], **kwargs)]
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return tuple(x[(*before, slice(stop - size, stop))] for size, stop in zip(sizes, stops, strict=True))
