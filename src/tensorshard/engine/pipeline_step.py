@@ -110,11 +110,12 @@ class PipelineStepRunner(StepRunner):
         All of them raise the error when the micro-batches are over.
         """
         try:
-            with self._sharded.computing_loss():
+            with self._sharded.computing_loss(), self._sharded.sequences.active():
                 if part.counts:
-                    total, count = self._objective(output(), part.inputs, part.targets)
+                    loss = self._objective(output(), part.inputs, part.targets)
                 else:
-                    total, count = self._objective.of_none(output(), part.targets, part.none)
+                    loss = self._objective.of_none(output(), part.targets, part.none)
+                total, count = self._sharded.sequences.whole(loss)
             if trains:
                 check_has_gradient(total)
                 self._check_output_is_seen()
@@ -162,7 +163,8 @@ class PipelineStepRunner(StepRunner):
         outputs: dict[int, Any] = {}
 
         def consume(index: int, output: Callable[[], Any]) -> None:
-            outputs[index] = widen_output(output())
+            with self._sharded.sequences.active():
+                outputs[index] = widen_output(self._sharded.sequences.whole(output()))
 
         self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
         return [outputs[index] for index in sorted(outputs)]

@@ -178,11 +178,6 @@ class Plan:
     def _check_context(self) -> None:
         if self.cp_dims is not None and self.cp == 1:
             raise ValueError("cp_dims was given, but cp=1 splits no sequences; set cp, or leave cp_dims at None")
-        if self.cp > 1 and self.pp > 1:
-            raise ValueError(
-                f"cp={self.cp} was given with pp={self.pp}, but stages do not hand over parts of sequences yet; set "
-                f"pp=1 (dp_shard, zero=3 and tp go with cp), or cp=1"
-            )
         if self.cp > 1 and self.compile:
             raise ValueError(
                 f"compile=True was given with cp={self.cp}, but torch.compile does not follow tensors of which a rank "

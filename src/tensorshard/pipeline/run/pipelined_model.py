@@ -72,6 +72,7 @@ class PipelinedModel(ShardedModel):
         self._complete = True
         self._update: UpdateProgress | None = None
         self.logits = parts[-1].logits
+        self.sequences = parts[-1].sequences
         self.whole_views = [view for part in parts for view in part.whole_views]
 
     def _word_errors(self, stage: StageModule) -> None:
