@@ -74,6 +74,7 @@ def _searches_of(fields: dict[str, Any]) -> tuple[int, str, str]:
 
 def test_one_rank_searches_for_a_table(ranks):
     found = ranks(4, _searches_of, dict(tp=2, zero=1))
+    assert [refusal for _, _, refusal in found] == [""] * 4
     assert [searches for searches, _, _ in found] == [1, 0, 0, 0]
     assert "rowwise" in found[0][1]
     assert all(table == found[0][1] for _, table, _ in found)

@@ -34,6 +34,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-cp2-tp2-zero3": ("gpt_101", 4, dict(cp=2, tp=2)),
     "gpt-cp2-tp2-sequences": ("gpt_101", 4, dict(cp=2, tp=2, sequence_parallel=True)),
     "gpt-cp2-tp2-micro2-full": ("gpt_101", 4, dict(cp=2, tp=2, zero=0, micro_batches=2, recompute="full")),
+    "gpt-cp2-zigzag": ("gpt", 2, dict(cp=2, cp_order="zigzag", micro_batches=2)),
+    "gpt-cp4-zigzag-full": ("gpt", 4, dict(cp=4, cp_order="zigzag", recompute="full")),
+    "llama-cp2-tp2-zigzag": ("llama", 4, dict(cp=2, tp=2, cp_order="zigzag")),
+    "t5-cp2-zigzag": ("t5", 2, dict(cp=2, cp_order="zigzag")),
+    "resnet-cp2-zigzag": ("resnet", 2, dict(cp=2, cp_order="zigzag")),
+    "gpt-cp2-pp2-zigzag": ("gpt", 4, dict(cp=2, pp=2, cp_order="zigzag", micro_batches=2)),
+    "mixtral-cp4-contiguous": ("mixtral", 4, dict(cp=4, cp_order="contiguous")),
     "gpt-cp2-pp2": ("gpt", 4, dict(cp=2, pp=2, micro_batches=2)),
     "gpt-cp2-pp2-zero1-clip": ("gpt", 4, dict(cp=2, pp=2, zero=1, micro_batches=4, clip_grad_norm=1.1)),
     "tied-cp2-pp2-zero0-full": ("gpt_tied", 4, dict(cp=2, pp=2, zero=0, micro_batches=2, recompute="full")),
@@ -182,7 +189,9 @@ def _wrong_dims(dims: dict[str, int]) -> str:
     [
         (dict(cp=2, compile=True), "compile=True was given with cp=2"),
         (dict(cp=2, logits="tiled"), "logits='tiled' was given with cp=2"),
-        (dict(cp_dims={"tokens": 1}), "cp_dims was given, but cp=1 splits no sequences"),
+        (dict(cp_dims={"tokens": 1}), "cp_dims={'tokens': 1} was given, but cp=1 splits no sequences"),
+        (dict(cp_order="zigzag"), "cp_order='zigzag' was given, but cp=1 splits no sequences"),
+        (dict(cp=2, cp_order="striped"), "cp_order is 'striped'; it must be one of"),
     ],
 )
 def test_plans_that_cannot_be(fields, said):

@@ -13,18 +13,20 @@ from torch import nn
 
 from tensorshard.context_parallel import ContextGroup, cut, whole
 from tensorshard.context_parallel.layout_changes import gathered, part_of
-from tensorshard.context_parallel.layouts import contiguous, expanded
+from tensorshard.context_parallel.layouts import contiguous, expanded, zigzag
 from tensorshard.context_parallel.sequence_layout import SequenceLayout
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.model.batches import call_arguments
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
 from tensorshard.model.tensors import TensorSpec
-from tensorshard.model.whole_sequences import Crossing, WholeSequences
+from tensorshard.model.whole_sequences import Crossing, PositionOrder, WholeSequences
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 logger = logging.getLogger("tensorshard")
 
 _SHOWN = 5
+_NEIGHBOURS = ("halo", "recurrent", "recurrent state")
+"""Exchanges that send less where a rank has one run of positions."""
 
 
 class SplitSequences(WholeSequences):
@@ -37,12 +39,29 @@ class SplitSequences(WholeSequences):
         model: the root of what this rank computes.
         group: the ranks that share sequences.
         dims: as :class:`tensorshard.Plan` takes ``cp_dims``.
+        order: of positions.
+        keeps_keys: whether keys and values of all ranks are kept for backward, and not fetched again.
+        in_stages: whether `model` is a stage of a pipeline, whose stages decide together.
     """
 
     are_split = True
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, dims: Mapping[str, int] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        dims: Mapping[str, int] | None,
+        *,
+        order: PositionOrder,
+        keeps_keys: bool,
+        in_stages: bool,
+    ) -> None:
         self.group = ContextGroup.of(group)
+        self.group.refetches = not keeps_keys
+        self.order: PositionOrder = order
+        order.sources.append(self._notes)
+        self._in_stages = in_stages
+        self._has_run = False
         self._dims = dims
         self._parameters = [
             name
@@ -63,6 +82,10 @@ class SplitSequences(WholeSequences):
         self._say_what_was_gathered()
         return result
 
+    def _notes(self) -> tuple[int, int]:
+        """How often causal attention was computed, and how often neighbouring positions were exchanged."""
+        return self.group.causal_calls, sum(self.group.calls[what] for what in _NEIGHBOURS)
+
     def _say_what_was_gathered(self) -> None:
         """After the first loss: which operations were computed on whole sequences, since no rule knows them."""
         if self._is_told:
@@ -80,6 +103,9 @@ class SplitSequences(WholeSequences):
     def _cut(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._has_run and self.order.is_open and not self._in_stages:
+            self.order.choose(self.order.notes())
+        self._has_run = True
         named = self._named(args, kwargs)
         if self._dims is None:
             length = sequence_length(named)
@@ -101,7 +127,7 @@ class SplitSequences(WholeSequences):
             lengths = {sequence_length(named)} - {None}
         else:
             lengths = {named[name].shape[dim] for name, dim in self._dims.items() if name in named}
-        return _CrossingParts(self.group, [contiguous(length, self.group.size) for length in lengths])
+        return _CrossingParts(self.group, list(map(self._layout, lengths)))
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}
@@ -113,7 +139,7 @@ class SplitSequences(WholeSequences):
 
     def _cut_leaf(self, leaf: Any, length: int | None) -> Any:
         dim = None if length is None else sequence_dim(leaf, length)
-        return leaf if dim is None else cut(leaf, dim)
+        return leaf if dim is None else self._cut_along(leaf, dim)
 
     def _cut_named(self, name: str, value: Any) -> Any:
         assert self._dims is not None
@@ -123,7 +149,14 @@ class SplitSequences(WholeSequences):
         if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
             given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(f"cp_dims says that dimension {dim} of {name!r} is its sequence, but it is {given}")
-        return cut(value, dim % value.dim())
+        return self._cut_along(value, dim % value.dim())
+
+    def _cut_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return cut(tensor, dim, self._layout(tensor.shape[dim]))
+
+    def _layout(self, length: int) -> SequenceLayout:
+        is_zigzag = self.order.name == "zigzag" and length >= 4 * self.group.size
+        return (zigzag if is_zigzag else contiguous)(length, self.group.size)
 
 
 class _CrossingParts(Crossing):

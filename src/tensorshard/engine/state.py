@@ -248,7 +248,12 @@ class StateMethods:
                 wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
             ),
             WeightsPart(self.sharded),
-            NumbersPart(step_count=self._steps, scaler=self.scaler, loaders=self.loaders),
+            NumbersPart(
+                step_count=self._steps,
+                scaler=self.scaler,
+                loaders=self.loaders,
+                sequences=self.sharded.sequences.order,
+            ),
             RandomPart(self.random, self.plan, self.mesh),
             RegisteredPart(self._states, self.mesh),
         )
