@@ -60,6 +60,7 @@ def test_a_failure_is_raised_by_every_rank(ranks):
 
 def _searches_of(fields: dict[str, Any]) -> tuple[int, str, str]:
     """How often this rank searched; the table and the refusal that it came to."""
+    parity.forget_tables()
     searches: list[int] = []
     search = finding.run_once
     finding.run_once = lambda *args, **kwargs: searches.append(1) or search(*args, **kwargs)
