@@ -52,8 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the slow cases of parametrized tests, before slow tests are left out.
 
     With ``slow_cases`` or ``fast_cases``, a test says itself which they are: by the whole id of a case, or by the id of
-    one of its values, which names all cases with that value. Of the cases of another test on several ranks, two are
-    fast, or a sixth if that is more: the first, the last, and some between them.
+    one of its values, which names all cases with that value. Of the cases of another test on several ranks, the
+    first is fast, and each eighth after it.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -71,9 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own_choice = of_test[0].get_closest_marker("fast_cases") is not None
         if not (own_choice or selected) and "ranks" in getattr(of_test[0], "fixturenames", ()):
             fast = [item for item in of_test if item.get_closest_marker("slow") is None]
-            count = max(2, len(fast) // 6)
-            places = [round(index * (len(fast) - 1) / (count - 1)) for index in range(count)] if fast else []
-            kept = {fast[place] for place in places}
+            kept = set(fast[:: max(8, len(fast) // 8)])
             for item in fast:
                 if item not in kept:
                     item.add_marker(pytest.mark.slow)
