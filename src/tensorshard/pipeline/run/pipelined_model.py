@@ -47,6 +47,7 @@ class PipelinedModel(ShardedModel):
         self._stages_of = unit_stages(self.cut)
         self._mesh = mesh
         self._group = mesh.group("pp")
+        self._device = torch.device(mesh.device_mesh.device_type)
         self._rank_of = [
             find_schedule(mesh.schedule).rank_of(stage, mesh.degrees["pp"]) for stage in range(self.cut.stages)
         ]
