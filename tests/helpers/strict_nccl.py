@@ -85,7 +85,7 @@ class _Queue:
                 batch.append(self.waiting.popleft())
             for each in batch:
                 each.start()
-            for each in batch:
+            for each in sorted(batch, key=lambda each: isinstance(each, _Send)):  # which ends when it is received
                 each.run()
 
 
@@ -222,11 +222,16 @@ class StrictGroup(dist.ProcessGroup):
 
     device = "cpu"
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> None:
-        super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self.timeout = timeout
-        self.ranks = tuple(ranks) or tuple(range(size))
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.timeout: timedelta = options.timeout
+        self.ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        self.gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, self.timeout)
+        self._name = options.group_id
+
+    @property
+    def group_name(self) -> str:
+        return self._name
 
     def getBackendName(self) -> str:
         return NAME
@@ -404,16 +409,10 @@ def _padded(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(_HEADER, b"\0")), dtype=torch.uint8)
 
 
-def _make(options: Any, _: Any) -> StrictGroup:
-    return StrictGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group
-    )
-
-
 def register() -> None:
     """Makes the backend known to torch, once a process."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=["cpu"])
 
 
 @contextmanager

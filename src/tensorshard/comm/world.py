@@ -23,6 +23,9 @@ logger = logging.getLogger("tensorshard")
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
 
+LONG_TIMEOUT = timedelta(minutes=30)
+"""The same while one of them may work for long: until the first step is over, and while checkpoints are saved or read."""
+
 STORE_FILE = "TENSORSHARD_STORE_FILE"
 """Environment variable: the file through which processes of one machine find each other, in place of a port."""
 
@@ -32,6 +35,7 @@ _PATIENCE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.005
 _QUIET_PAUSES = 4  # in a row; a thread may sleep between two calculations
 _TASKS = Path("/proc/self/task")
+_joined_here: list[dist.ProcessGroup | None] = []
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:
@@ -46,6 +50,11 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
     if not 0 < seconds < 86_400 * 365:
         raise ValueError(f"timeout={timeout!r} was given; it must be more than 0 seconds, and less than a year")
     return timedelta(seconds=seconds)
+
+
+def longer(timeout: timedelta | None) -> timedelta | None:
+    """`timeout`, or :data:`LONG_TIMEOUT` in place of the default one."""
+    return LONG_TIMEOUT if timeout == DEFAULT_TIMEOUT else timeout
 
 
 def default_device() -> torch.device:
@@ -66,7 +75,11 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
     An existing group is kept; under torchrun (``RANK`` and ``WORLD_SIZE`` are set) that world is joined; under plain
     ``python`` this process becomes a world of one. At its end the process waits a moment for Gloo's threads, and leaves
     NCCL's groups that were made here.
+
+    Args:
+        timeout: how long ranks wait for each other; until a mesh sets it, :func:`longer`. None for torch's own.
     """
+    timeout = longer(timeout)
     end_after_threads()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -86,6 +99,7 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    _joined_here[:] = [dist.group.WORLD]
 
 
 def flight_recorder() -> dict[str, str]:
@@ -134,6 +148,11 @@ def _leave() -> None:
     leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
     leaving.start()
     leaving.join(_LEAVE_SECONDS)
+
+
+def was_joined_here(group: dist.ProcessGroup) -> bool:
+    """Whether `group` is the world, and :func:`join_world` has made it."""
+    return group is dist.group.WORLD and _joined_here == [group]
 
 
 def world_size() -> int:
