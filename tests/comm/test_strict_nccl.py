@@ -1,18 +1,24 @@
 """On the path that NCCL takes, by a stand-in that keeps its rules, every plan trains as one process does."""
 
 import threading
+from collections import Counter
 from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_parity import FP32
 
 import parity
 import strict_nccl
+import tensorshard as ts
 from rank_pool import RankError
-from strict_nccl import BrokenRuleError
+from strict_nccl import BrokenRuleError, Logged
 from tensorshard.comm.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
+from tensorshard.predict.hardware import communicators
 
 NCCL = dict(backend=strict_nccl.NAME, group_timeout=60)
 
@@ -38,8 +44,7 @@ def _results() -> dict[str, Any]:
         work.wait()
     found["received"] = received
     exchanged = torch.empty(rank + 1 + rank + 1)
-    splits = [1, 2] if rank == 0 else [1, 2]
-    dist.all_to_all_single(exchanged, torch.arange(3.0) + 10 * rank, [rank + 1] * 2, splits)
+    dist.all_to_all_single(exchanged, torch.arange(3.0) + 10 * rank, [rank + 1] * 2, [1, 2])
     found["exchanged"] = exchanged
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
@@ -102,9 +107,12 @@ def _uses_two_threads() -> None:
     if dist.get_rank() == 0:
         threading.Event().wait(1)
         return
-    waits = threading.Thread(target=lambda: suppress(Exception).__enter__() or all_reduce_(torch.ones(2), dist.group.WORLD))
-    waits.daemon = True
-    waits.start()
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            all_reduce_(torch.ones(2), dist.group.WORLD)
+
+    threading.Thread(target=call, daemon=True).start()
     threading.Event().wait(0.5)
     all_reduce_(torch.ones(2), dist.group.WORLD)
 
@@ -137,3 +145,94 @@ def test_a_broken_rule_is_named(ranks, fault):
     error.match(words)
 
 
+# -- plans --
+
+# The fields of plans on 2 or 4 ranks, beside those of the parity matrix.
+SPLIT: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tp": ("gpt", 2, dict(tp=2)),
+    "tp-sequence": ("gpt", 2, dict(tp=2, sequence_parallel=True, recompute="selective")),
+    "tp-zero3": ("gpt", 4, dict(tp=2, zero=3, clip_grad_norm=1.1)),
+    "tp-sequence-zero3": ("llama", 4, dict(tp=2, zero=3, sequence_parallel=True)),
+    "tp-pp": ("gpt", 4, dict(tp=2, pp=2, micro_batches=2, clip_grad_norm=1.1)),
+    "pp": ("gpt_tied", 2, dict(pp=2, micro_batches=4)),
+    "pp-offload": ("gpt", 2, dict(pp=2, micro_batches=2, offload="cpu")),
+    "pp-zero2": ("gpt", 4, dict(pp=2, zero=2, micro_batches=4)),
+    "pp-zero3": ("gpt", 4, dict(pp=2, zero=3, micro_batches=2)),
+    "zbv": ("gpt", 2, dict(pp=2, micro_batches=4, pp_schedule="zbv")),
+    "cp": ("gpt", 2, dict(cp=2)),
+    "cp-zero3": ("llama", 4, dict(cp=2, zero=3)),
+}
+PLANS = {**SPLIT, **{name: case for name, case in FP32.items() if case[1] > 1}}
+
+
+def _train(kind: str, fields: dict[str, Any], steps: int) -> tuple[dict[str, Any], list[Logged]]:
+    return parity.train(kind, fields, steps), strict_nccl.log()
+
+
+def _check(ranks: Any, case: str, steps: int) -> None:
+    kind, world_size, fields = PLANS[case]
+    found = ranks(world_size, _train, kind, fields, steps, **NCCL)
+    clip = fields.get("clip_grad_norm")
+    cuts = (fields.get("micro_batches", 1), world_size) if kind == "resnet" else (1, 1)
+    parity.assert_same(found[0][0], parity.reference(kind, clip, steps, *cuts), 1e-5)
+    logs = [log for _, log in found]
+    check_order(logs)
+    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size)), case
+
+
+@pytest.mark.fast_cases("gpt-2-zero2-micro4-clip", "tp-sequence")
+@pytest.mark.parametrize("case", ["gpt-2-zero2-micro4-clip", "tp-sequence"])
+def test_first_steps_are_exact(ranks, case):
+    _check(ranks, case, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PLANS)
+def test_training_is_exact(ranks, case):
+    _check(ranks, case, parity.STEPS)
+
+
+def check_order(logs: list[list[Logged]]) -> None:
+    """Refuses orders of calls in which ranks could wait for each other for ever, even if each call held its rank up,
+    as the first call of a communicator does."""
+    order: TopologicalSorter[Any] = TopologicalSorter()
+    for rank, log in enumerate(logs):
+        numbers: Counter[Any] = Counter()
+        before: list[Any] = []
+        for _, together in groupby(
+            enumerate(log), key=lambda each: each[0] if each[1].batch is None else each[1].batch + 0.5
+        ):
+            nodes = []
+            for _, call in together:
+                meets: tuple[Any, ...] = (call.ranks,)
+                if call.name in ("send", "recv"):
+                    peer = call.ranks[call.shapes[-1]]
+                    meets = (call.ranks, "send", *((rank, peer) if call.name == "send" else (peer, rank)))
+                nodes.append((*meets, numbers[meets]))
+                numbers[meets] += 1
+            for node in nodes:
+                order.add(node, *before)
+            before = nodes
+    order.prepare()  # raises CycleError
+
+
+def test_contradicting_orders_are_found():
+    one, other = (Logged((0, 1), "all_reduce", (), None, False), Logged((0, 1, 2), "all_reduce", (), None, False))
+    check_order([[one, other], [one, other]])
+    with pytest.raises(CycleError):
+        check_order([[one, other], [other, one]])
+
+
+def communicators_used(logs: list[list[Logged]]) -> int:
+    """The most communicators that NCCL makes for one rank: one for each group with more ranks, and one for each pair
+    that sends outside of a batch."""
+    return max(
+        len(
+            {
+                (c.ranks, c.shapes[-1] if c.name in ("send", "recv") and c.batch is None else None)
+                for c in log
+                if len(c.ranks) > 1 and not c.of_objects
+            }
+        )
+        for log in logs
+    )

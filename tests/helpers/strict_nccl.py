@@ -15,13 +15,14 @@ wait for ever, until the timeout, where the orders of their calls contradict eac
 """
 
 import pickle
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -47,6 +48,21 @@ class BrokenRuleError(RuntimeError):
     """What NCCL would answer with a wrong result, an abort, or a hang."""
 
 
+class Logged(NamedTuple):
+    """A call of this rank.
+
+    Args:
+        ranks: of the group. shapes: of sends and receives, the last is the peer. batch: its number, if it is in one.
+        of_objects: whether it carries pickled objects, which travel over Gloo in a world that has it, too.
+    """
+
+    ranks: tuple[int, ...]
+    name: str
+    shapes: Any
+    batch: int | None
+    of_objects: bool
+
+
 class _Queue:
     """The calls of this process that have not run, in their order, and its log of all calls."""
 
@@ -54,7 +70,7 @@ class _Queue:
         self.waiting: deque[_Call] = deque()
         self.in_batch = False
         self.batches = 0
-        self.log: list[tuple[Any, ...]] = []
+        self.log: list[Logged] = []
         self.thread: int | None = None
         self.depth = 0
         self.lock = threading.Lock()
@@ -131,7 +147,7 @@ class _Call(dist.distributed_c10d.Work):
         self.has_run = self._published = False
         self.batch = _queue.batches if _queue.in_batch else None
         _queue.waiting.append(self)
-        _queue.log.append((group.ranks, name, shapes, self.batch))
+        _queue.log.append(Logged(group.ranks, name, shapes, self.batch, _of_objects()))
 
     def start(self) -> None:
         """What a batch of sends and receives does before any of them waits."""
@@ -364,6 +380,15 @@ class StrictGroup(dist.ProcessGroup):
             return _Receive(self, tensors[0], peer)
 
 
+def _of_objects() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name.endswith(("_object", "_object_list")) and "torch" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _All(dist.distributed_c10d.Work):
     """Several calls, waited for together."""
 
@@ -416,9 +441,8 @@ def register() -> None:
 
 
 @contextmanager
-def strict_calls() -> Iterator[list[tuple[Any, ...]]]:
-    """Inside, batches of sends and receives are one call, as NCCL makes them. Gives the log of this rank's calls: the
-    ranks of the group, the name, shapes, and the number of the batch."""
+def strict_calls() -> Iterator[None]:
+    """Inside, batches of sends and receives are one call, as NCCL makes them, and :func:`log` begins anew."""
     _queue.__init__()  # type: ignore[misc]
     original = dist.batch_isend_irecv
 
@@ -434,4 +458,9 @@ def strict_calls() -> Iterator[list[tuple[Any, ...]]]:
         mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv),
         mock.patch.object(dist.distributed_c10d, "batch_isend_irecv", batch_isend_irecv),
     ):
-        yield _queue.log
+        yield
+
+
+def log() -> list[Logged]:
+    """The calls of this rank, in their order."""
+    return list(_queue.log)

@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
 
 LONG_TIMEOUT = timedelta(minutes=30)
-"""The same while one of them may work for long: until the first step is over, and while checkpoints are saved or read."""
+"""The same while one rank may work for long: until the first step is over, and while checkpoints are saved or read."""
 
 STORE_FILE = "TENSORSHARD_STORE_FILE"
 """Environment variable: the file through which processes of one machine find each other, in place of a port."""
