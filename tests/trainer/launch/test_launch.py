@@ -261,6 +261,14 @@ def test_a_killed_worker_comes_before_its_complaining_peers(tmp_path: Path) -> N
     assert "last words" in str(error)
 
 
+def test_an_abort_is_explained_by_what_nccl_does(tmp_path: Path) -> None:
+    error = WorkerFailedError({0: _failure(0, -signal.SIGABRT)}, 2, tmp_path)
+
+    assert str(error).startswith("rank 0 of 2 was killed by SIGABRT")
+    assert "NCCL's watchdog, after a collective that did not end within the timeout" in str(error)
+    assert "flight recorder" in str(error)
+
+
 def test_a_worker_killed_for_not_leaving_comes_after_the_one_that_raised(tmp_path: Path) -> None:
     raised = tmp_path / "rank1.error.json"
     raised.write_text('{"message": {"message": "E", "extraInfo": {"py_callstack": "E: why", "timestamp": "1"}}}')
