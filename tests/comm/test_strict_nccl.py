@@ -192,6 +192,38 @@ def test_training_is_exact(ranks, case):
     _check(ranks, case, parity.STEPS)
 
 
+def _other_calls(fields: dict[str, Any], folder: str) -> tuple[bool, list[Logged]]:
+    engine = parity.make_engine("gpt", fields)
+    inputs, targets = parity.shard(engine, *parity.batch("gpt", 0))
+    engine.step(inputs, targets)
+    before = engine.evaluate(inputs, targets)
+    engine.save(f"{folder}/saved")
+    engine.save(f"{folder}/later", background=True)
+    engine.step(inputs, targets)
+    engine.wait_for_save()
+    engine.load(f"{folder}/saved")
+    engine.predict(inputs)
+    engine.generate(inputs[:, :4], max_new_tokens=2)
+    engine.save_pretrained(f"{folder}/weights")
+    return bool(engine.evaluate(inputs, targets) == before), strict_nccl.log()
+
+
+@pytest.mark.fast_cases("pp")
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        pytest.param(2, dict(zero=3), id="zero3"),
+        pytest.param(4, dict(tp=2, zero=1), id="tp-zero1"),
+        pytest.param(2, dict(pp=2, micro_batches=2), id="pp"),
+        pytest.param(2, dict(zero=1, offload="cpu"), id="offload"),
+    ],
+)
+def test_saves_loads_and_generation_keep_the_rules(ranks, tmp_path, size, fields):
+    found = ranks(size, _other_calls, fields, str(tmp_path), **NCCL)
+    assert all(same for same, _ in found)
+    check_order([log for _, log in found])
+
+
 def check_order(logs: list[list[Logged]]) -> None:
     """Refuses orders of calls in which ranks could wait for each other for ever, even if each call held its rank up,
     as the first call of a communicator does."""

@@ -320,6 +320,24 @@ class StrictGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Call:
         return self._called("all_gather", inputs, outputs[0], lambda got, _: got)
 
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> _Call:
+        (tensor,), root = inputs, opts.rootRank
+        filled = outputs[0] if self.rank() == root else []
+        return self._called(
+            f"gather to {root}",
+            inputs,
+            filled,
+            lambda got, _: got[: len(filled)],
+            shapes=(str(tensor.dtype), tensor.numel()),
+        )
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> _Call:
+        (tensor,), root, rank = outputs, opts.rootRank, self.rank()
+        return self._called(
+            f"scatter from {root}", inputs[0] if rank == root else [], [tensor],
+            lambda got, _: [got[root].chunk(self.size())[rank]], shapes=(str(tensor.dtype), tensor.numel()),
+        )  # fmt: skip
+
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Call:
         if input.numel() != output.numel() * self.size():
             raise BrokenRuleError(f"reduce_scatter of {input.numel()} elements has an output of {output.numel()}")

@@ -46,6 +46,7 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
     (2, dict(zero=1, clip_grad_norm=1.0)),
     (2, dict(zero=1, precision="fp16")),
     (2, dict(zero=3, micro_batches=2, clip_grad_norm=1.0)),
+    (2, dict(zero=3, logits="tiled")),
     (4, dict(zero=1, dp_replicate=2, dp_shard=2)),
     (2, dict(pp=2, micro_batches=4)),
     (2, dict(pp=2, micro_batches=4, pp_schedule="zbv")),

@@ -182,6 +182,29 @@ def test_all_threads_that_copy_take_the_device_first(ranks, overlap):
     assert "tensorshard-offload" in ranks(1, _threads_that_copy, dict(micro_batches=2), offload)[0]
 
 
+class LostEvents(LateCopies):
+    """Does not say after what a copy is made."""
+
+    def given(self) -> None:
+        return None
+
+
+def _loses_events() -> str:
+    with off_device(LostEvents), pytest.raises(Exception, match="a copy that follows nothing") as error:
+        engine = ts.parallelize(
+            partial(parity.build, "gpt"),
+            ts.Plan(offload=ts.Offload(optimizer="cpu", gradients="cpu")),
+            optimizer=ADAMW,
+            loss_fn=parity.loss_function("gpt"),
+        )
+        engine.step(*parity.batch("gpt", 0))
+    return str(error.value)
+
+
+def test_a_lost_event_is_found(ranks):
+    assert "a copy that follows nothing" in ranks(1, _loses_events)[0]
+
+
 def test_a_tensor_that_changes_while_it_is_copied_is_refused():
     tiers = Tiers(ts.Offload(activations="cpu", buffer_memory="1MiB"), copies=LateCopies(torch.device("cpu")))
     moved = OffloadedActivations(tiers)
