@@ -124,7 +124,7 @@ def _host_waits(device: torch.device) -> Found:
 def _logits(device: torch.device) -> Found:
     classes = 8192
     model = partial(_model, classes=classes)
-    expected = _losses(_engine(device, model=model, logits="full"), 3, classes)
+    expected = _losses(_engine(device, model=model, logits="whole"), 3, classes)
     cases = {"tiled": (_losses(_engine(device, model=model, logits="tiled"), 3, classes), expected, 1e-4)}
     with mock.patch.object(kernels, "can_compile", lambda _: False):
         plain = _losses(_engine(device, model=model, logits="tiled"), 3, classes)

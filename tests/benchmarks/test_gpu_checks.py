@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks import __main__ as benchmarks
 from benchmarks.harness import gpu_checks
 from benchmarks.harness.gpu_checks import FIRST, MULTI, Check, Verdict, run_checks

@@ -98,22 +98,27 @@ def test_a_name_that_leads_back_here_is_told_where_there_are_other_machines(
 
 LEAVES = """
 import atexit, sys, torch.distributed as dist
-from tensorshard.comm.world import leave_at_exit
+import torch
+from tensorshard.comm.world import join_world, leave_at_exit
 atexit.register(lambda: print(dist.is_initialized()))
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-leave_at_exit()
-if len(sys.argv) > 1:
+if sys.argv[1] == "own":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+join_world(torch.device("cpu"))
+leave_at_exit()  # as where there are GPUs
+if sys.argv[1] == "fails":
     raise ValueError
 """
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_process_leaves_its_groups_unless_it_failed(fails):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+@pytest.mark.slow_cases("own", "fails")
+@pytest.mark.parametrize("how", ["ends", "own", "fails"])
+def test_a_process_leaves_the_groups_it_made_unless_it_failed(how):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", LEAVES, *["fails"] * fails], check=False, capture_output=True, text=True, env=environment
+        [sys.executable, "-c", LEAVES, how], check=False, capture_output=True, text=True, env=environment
     )
-    assert done.stdout.strip() == str(fails), done.stderr
+    assert done.stdout.strip() == str(how != "ends"), done.stderr
 
 
 # -- timeouts --

@@ -135,15 +135,16 @@ def _warn_of_loopback() -> None:
 
 @cache
 def leave_at_exit() -> None:
-    """At the end of this process, ends NCCL's groups, which otherwise may hang or warn. Once per process.
+    """At the end of this process, ends the groups of a world that was made here: NCCL's may hang or warn otherwise.
 
-    Not after an error, when ranks would wait for each other, and for at most 30 seconds.
+    Not after an error, when ranks would wait for each other, and for at most 30 seconds. Once per process.
     """
     atexit.register(_leave)
 
 
 def _leave() -> None:
-    if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or not was_joined_here(world) or getattr(sys, "last_value", None) is not None:
         return
     leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
     leaving.start()
