@@ -82,8 +82,7 @@ MULTI = (
     Check("tensor_replicas", "replicated weights are equal over tp after 100 steps", 240.0),
     Check("schedules", "all schedules of pipelines, with full state dicts, and with offload", 300.0),
     Check("communicators", "as many communicators as estimates count", on_cpu=False),
-    Check("rank_raises", "a rank that raises ends the others", 120.0, ends="one rank alone"),
-    Check("rank_dies", "a rank that is killed ends the others", 120.0, ends="rank 1"),
+    Check("rank_raises", "a rank that raises ends the others, which name it", 120.0, ends="one rank alone"),
     Check("leaves", "the processes end by themselves"),
 )
 

@@ -82,23 +82,6 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
-def place_of_wait(thread: int) -> tuple[int, int] | None:
-    """Where a thread of this process waits for other ranks, to compare with a later answer; None if it computes.
-
-    Why: a rank that computes for long is not one that waits for ever.
-
-    Checked: torch 2.13.
-
-    Public way: none.
-    """
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return None
-    module = frame.f_globals.get("__name__", "")
-    waits = module.startswith(("torch.distributed.", "tensorshard.comm.")) or module == "torch._ops"
-    return (id(frame), frame.f_lasti) if waits else None
-
-
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Sets how long the ranks of `group` wait for each other.
 
