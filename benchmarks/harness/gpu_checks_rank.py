@@ -245,7 +245,7 @@ def _own_devices(device: torch.device) -> Found:
 
 def _plans(device: torch.device) -> Found:
     half = dist.get_world_size() // 2
-    plans: dict[str, dict[str, Any]] = {f"zero {level}": dict(zero=level, clip_grad_norm=1.0) for level in range(4)}
+    plans: dict[str, dict[str, Any]] = {f"zero {level}": dict(zero=level) for level in range(4)}
     plans |= {"zero 2, micro-batches": dict(zero=2, micro_batches=2), "tp": dict(tp=2), "cp": dict(cp=2)}
     plans["tp, sequence"] = dict(tp=2, sequence_parallel=True)
     if half > 1:
