@@ -31,7 +31,7 @@ def test_every_check_has_its_function():
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("--first", ("recompute", "host_waits")),
+        ("--first", ("host_waits", "recompute")),
         pytest.param("--first", (), marks=pytest.mark.slow),
         pytest.param("--multi", ("own_devices", "rank_raises"), marks=pytest.mark.slow),
         pytest.param("--multi", (), marks=pytest.mark.slow),

@@ -128,7 +128,7 @@ def test_a_read_before_the_wait_sees_no_result(ranks):
 FAULTS = {
     "an input that changes": (_changes_an_input, "an input of all_gather .* was changed before it was waited for"),
     "an output that is written": (_writes_an_output, "an output of all_gather .* was written before it was waited"),
-    "columns": (_sends_columns, r"all_reduce was given a tensor \[4, 2\] that is not contiguous"),
+    "columns": (_sends_columns, r"all_reduce by SUM was given a tensor \[4, 2\] that is not contiguous"),
     "a tensor on the cpu": (_sends_from_elsewhere, "given a tensor on cpu, and the group takes cuda's"),
     "two calls swapped": (_swaps_two_calls, r"different orders: rank 0: all_reduce .*8.*; rank 1: all_reduce .*2"),
     "two threads": (_uses_two_threads, "two threads make calls at once: all_reduce"),

@@ -297,11 +297,7 @@ class StrictGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Call:
         (tensor,) = tensors
         reduced = _reduction(opts, tensor)
-        return self._called("all_reduce", [tensor], [tensor], lambda got, _: [reduced(got)], details=str(opts.reduceOp))
-
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> _Call:
-        calls = [self.allreduce([tensor], opts) for tensor in tensors]
-        return _All(calls)
+        return self._called(f"all_reduce by {_kind(opts).name}", [tensor], [tensor], lambda got, _: [reduced(got)])
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Call:
         if output.numel() != input.numel() * self.size():
@@ -332,19 +328,19 @@ class StrictGroup(dist.ProcessGroup):
         )
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> _Call:
-        (tensor,), root, rank = outputs, opts.rootRank, self.rank()
-        return self._called(
-            f"scatter from {root}", inputs[0] if rank == root else [], [tensor],
-            lambda got, _: [got[root].chunk(self.size())[rank]], shapes=(str(tensor.dtype), tensor.numel()),
-        )  # fmt: skip
+        (tensor,), root, rank, size = outputs, opts.rootRank, self.rank(), self.size()
+        sent = inputs[0] if rank == root else []
+        shapes = (str(tensor.dtype), tensor.numel())
+        filled = lambda got, _: [got[root].chunk(size)[rank]]  # noqa: E731
+        return self._called(f"scatter from {root}", sent, [tensor], filled, shapes=shapes)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Call:
         if input.numel() != output.numel() * self.size():
             raise BrokenRuleError(f"reduce_scatter of {input.numel()} elements has an output of {output.numel()}")
         reduced, rank = _reduction(opts, input), self.rank()
         return self._called(
-            "reduce_scatter", [input], [output],
-            lambda got, _: [reduced([part.chunk(self.size())[rank] for part in got])], details=str(opts.reduceOp),
+            f"reduce_scatter by {_kind(opts).name}", [input], [output],
+            lambda got, _: [reduced([part.chunk(self.size())[rank] for part in got])],
         )  # fmt: skip
 
     _reduce_scatter_base = reduce_scatter_single
@@ -420,11 +416,15 @@ class _All(dist.distributed_c10d.Work):
         return True
 
 
-def _reduction(opts: Any, like: torch.Tensor) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    op = getattr(opts.reduceOp, "op", opts.reduceOp)
-    reduction = next((made for kind, made in _REDUCTIONS.items() if kind in (opts.reduceOp, op)), None)
-    if reduction is None:
+def _kind(opts: Any) -> Any:
+    kind = next((kind for kind in _REDUCTIONS if kind in (opts.reduceOp, getattr(opts.reduceOp, "op", None))), None)
+    if kind is None:
         raise BrokenRuleError(f"a reduction by {opts.reduceOp} was asked for, which NCCL does not have")
+    return kind
+
+
+def _reduction(opts: Any, like: torch.Tensor) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    reduction = _REDUCTIONS[_kind(opts)]
     dtype = like.dtype
 
     def reduced(messages: list[torch.Tensor]) -> torch.Tensor:
