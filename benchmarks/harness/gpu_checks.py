@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ MULTI = (
 def run_checks(
     checks: tuple[Check, ...], device: str, ranks: int, seconds: float, tell: Callable[[Verdict], None]
 ) -> list[Verdict]:
-    """Runs one check after the other; those that would begin after `seconds` are skipped."""
+    """Runs one check after the other, for `seconds` at most: those that are left are skipped."""
     deadline, verdicts = time.monotonic() + seconds, []
     for check in checks:
         started = time.monotonic()
@@ -99,7 +99,7 @@ def run_checks(
         elif started > deadline:
             verdict = Verdict(check.name, check.what, "skipped", wrong=[f"the {seconds / 60:.0f} minutes were over"])
         else:
-            verdict = _run(check, device, ranks)
+            verdict = _run(replace(check, seconds=min(check.seconds, deadline - started)), device, ranks)
         verdict.seconds = round(time.monotonic() - started, 1)
         verdicts.append(verdict)
         tell(verdict)
