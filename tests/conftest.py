@@ -12,6 +12,7 @@ os.environ.setdefault("TENSORSHARD_DEBUG_WEIGHTS", "1")  # weights are NaN until
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark.expression import Expression
 
 from bounds import record_comparisons
 from rank_pool import RankPool
@@ -22,7 +23,27 @@ _FROM = float(os.environ.get("TENSORSHARD_TESTS_FROM", "0"))  # where in their o
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 record_comparisons()
-_POOL = RankPool()  # made before a test changes the environment, which it gives to its ranks
+_POOL = RankPool()  # given the environment before a test changes it
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs from all tests and their ranks, unless -m asks for tests that are marked gpu. On a machine that has
+    some, the others would take them, and there are tests with more ranks than it has GPUs."""
+    if not asks_for_gpus(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _POOL.note_environment()
+
+
+def asks_for_gpus(expression: str) -> bool:
+    """Whether an expression of -m takes tests because they are marked gpu."""
+    if not expression:
+        return False
+    compiled = Expression.compile(expression)
+
+    def takes(*marks: str) -> bool:
+        return compiled.evaluate(lambda name, **_: name in marks)
+
+    return any(takes("gpu", *others) and not takes(*others) for others in ((), ("slow",)))
 
 
 @pytest.fixture(scope="session")
