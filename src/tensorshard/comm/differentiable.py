@@ -37,6 +37,12 @@ from tensorshard.comm.sharded_tensors import check_tensor, local_of, refuse_dten
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 
 
+@staticmethod
+def _along_another_dimension(tensor: Any, dim: int, *_: Any) -> bool:
+    """Whether a sequence that context parallelism cuts is cut along another dimension than `dim`."""
+    return bool(tensor.split_dim != dim % tensor.ndim)
+
+
 class _Copy(Function):
     acts_on_parts = True  # of sequences that context parallelism cuts
 
@@ -66,6 +72,8 @@ class _Reduce(Function):
 
 
 class _Scatter(Function):
+    acts_on_parts = _along_another_dimension
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -85,6 +93,8 @@ class _Scatter(Function):
 
 
 class _Gather(Function):
+    acts_on_parts = _along_another_dimension
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -104,6 +114,8 @@ class _Gather(Function):
 
 
 class _ReduceScatter(Function):
+    acts_on_parts = _along_another_dimension
+
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
@@ -118,6 +130,8 @@ class _ReduceScatter(Function):
 
 class _GatherForSum(Function):
     """All-gather whose backward is a reduce-scatter."""
+
+    acts_on_parts = _along_another_dimension
 
     @staticmethod
     def forward(

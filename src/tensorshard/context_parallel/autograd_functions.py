@@ -24,8 +24,9 @@ from tensorshard.torch_private.recomputation import (
 _apply = function_calls.apply
 
 ACTS_LOCALLY = "acts_on_parts"
-"""An autograd function with this class attribute acts on this rank's part of each argument. It returns its tensors, or
-tensors of the same shapes, in their order."""
+"""An autograd function with this class attribute acts on this rank's part of each argument. The positions of what it
+returns are those of the first argument that has some. The attribute may be a function that decides by the arguments, of
+which the first has to be a part."""
 
 
 def _guard(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,17 +35,21 @@ def _guard(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _apply(cls, *args, **kwargs)
     if is_reentrant_checkpoint(cls):
         return _checkpoint(cls, *args)
-    if cls.__name__ in IDENTITIES or getattr(cls, ACTS_LOCALLY, False):
-        return _on_parts(cls, *args)
+    if cls.__name__ in IDENTITIES:
+        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return _as_sequences(given, _apply(cls, *map(_part, args)), strict=False)
+    if _acts_locally(cls, args):
+        first = next(arg for arg in args if isinstance(arg, SequenceTensor))
+        out = _apply(cls, *map(_part, args))
+        return tuple(map(first.like, out)) if isinstance(out, tuple) else first.like(out)
     return compute_whole(lambda *whole: _apply(cls, *whole), args, kwargs, cls.__name__)
 
 
-def _on_parts(cls: Any, *args: Any) -> Any:
-    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    out = _apply(cls, *map(_part, args))
-    outs = out if isinstance(out, tuple) else (out,)
-    results = _as_sequences(given, outs, strict=False)
-    return results if isinstance(out, tuple) else results[0]
+def _acts_locally(cls: Any, args: tuple[Any, ...]) -> bool:
+    acts = getattr(cls, ACTS_LOCALLY, False)
+    if not callable(acts):
+        return bool(acts)
+    return isinstance(args[0], SequenceTensor) and bool(acts(*args))
 
 
 def _as_sequences(likes: Sequence[Any], parts: Sequence[Any], *, strict: bool = True) -> tuple[Any, ...]:

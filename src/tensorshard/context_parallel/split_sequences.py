@@ -91,7 +91,7 @@ class SplitSequences(WholeSequences):
         if self._is_told:
             return
         self._is_told = True
-        for (operation, line), times in self.group.fallbacks.most_common(_SHOWN if self.group.rank == 0 else 0):
+        for (operation, line), times in self.group.fallbacks.most_common(_SHOWN if dist.get_rank() == 0 else 0):
             logger.warning(
                 "context parallelism: %s (%s) was computed on whole sequences, by every rank, %d times in the first "
                 "forward, which is exact, and takes time and memory",
@@ -124,10 +124,10 @@ class SplitSequences(WholeSequences):
     def crossing(self, inputs: Any) -> Crossing:
         named = self._named(*call_arguments(inputs))
         if self._dims is None:
-            lengths = {sequence_length(named)} - {None}
+            lengths = [sequence_length(named)]
         else:
-            lengths = {named[name].shape[dim] for name, dim in self._dims.items() if name in named}
-        return _CrossingParts(self.group, list(map(self._layout, lengths)))
+            lengths = [named[name].shape[dim] for name, dim in self._dims.items() if name in named]
+        return _CrossingParts(self.group, [self._layout(length) for length in lengths if length is not None])
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}

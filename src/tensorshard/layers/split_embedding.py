@@ -18,6 +18,8 @@ class _VocabularyEmbedding(Function):
     """Each rank looks up the rows that it holds, and has zeros for all others. The sum over the ranks is the output
     (Shoeybi et al. 2019)."""
 
+    acts_on_parts = True  # of sequences that context parallelism cuts
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -147,12 +149,19 @@ def split_embedding(
             torch.embedding_renorm_(table.detach(), mine, max_norm, norm_type)
         row = -1 if padding is None or not start <= padding < start + height else padding - start
         local = to_local(weight)
-        return _VocabularyEmbedding.apply(local, input, start, row, scale_grad_by_freq, process_group)
+        function = _ScaledByFrequency if scale_grad_by_freq else _VocabularyEmbedding
+        return function.apply(local, input, start, row, scale_grad_by_freq, process_group)
     check_indices(input, table.size(0), "index", "embeddings")
     if max_norm is not None:
         _renormalize_features(table.detach(), input, max_norm, norm_type, process_group)
     output = F.embedding(input, to_local(weight), padding_idx, scale_grad_by_freq=scale_grad_by_freq)
     return gather(output, -1, process_group, size=embedding_dim)
+
+
+class _ScaledByFrequency(_VocabularyEmbedding):
+    """How often an index occurs is counted over whole sequences."""
+
+    acts_on_parts = False
 
 
 def _rows_of(num_embeddings: int | None, height: int, group: dist.ProcessGroup) -> tuple[int, int]:

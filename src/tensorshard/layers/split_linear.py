@@ -13,7 +13,7 @@ from tensorshard.comm.differentiable import scatter
 from tensorshard.comm.groups import Group
 from tensorshard.comm.marks import ParallelMark, get_mark, set_mark
 from tensorshard.comm.sharding import normalize_dim, shard_range, to_local
-from tensorshard.layers.activation_sharding import ActivationSharding, Replicated
+from tensorshard.layers.activation_sharding import ActivationSharding, Replicated, SequenceSharded
 from tensorshard.layers.arguments import as_rows, autocast, check_dim, full_size, parameter_group
 
 
@@ -143,12 +143,21 @@ def column_linear(
     return _ColumnLinear.apply(given, sharding, *flat)
 
 
+@staticmethod
+def _has_whole_positions(input: Any, *others: Any) -> bool:
+    """Whether a layer acts on each position of a sequence alone, which context parallelism cuts."""
+    is_cut = any(isinstance(other, SequenceSharded) for other in others)
+    return not is_cut and input.split_dim != input.ndim - 1
+
+
 class _ColumnLinear(Function):
     """Computes this rank's columns of several outputs, from one input and this rank's rows of several weights.
 
     However many weights there are, backward sums the input's gradient over the ranks once, while it computes the
     weights' gradients. An input that was gathered is not kept: backward gathers it again during a matrix product.
     """
+
+    acts_on_parts = _has_whole_positions
 
     @staticmethod
     def forward(
@@ -253,6 +262,8 @@ def row_linear(
 
 class _RowLinear(Function):
     """Multiplies this rank's columns of the input and of the weight, and sums the products over the ranks."""
+
+    acts_on_parts = _has_whole_positions
 
     @staticmethod
     def forward(
