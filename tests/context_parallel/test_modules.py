@@ -232,7 +232,7 @@ def test_a_custom_autograd_function_is_given_whole_tensors():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["causal", "causal mask", "padding left"])
+@pytest.mark.parametrize("name", ["causal, grouped queries", "causal mask", "padding left"])
 def test_keys_and_values_may_be_fetched_again_in_backward(name, layout):
     torch.manual_seed(0)
     middle, extra = MODULES[name]()
@@ -242,6 +242,17 @@ def test_keys_and_values_may_be_fetched_again_in_backward(name, layout):
         Body(middle), {"x": x, "y": x, **extra}, dims, layout=LAYOUTS[layout], refetches=True, backward_outside=True
     )
     assert group.calls["attention again"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "over_heads"), [("causal", 2), ("no mask", 2), ("causal, grouped queries", 0), ("causal mask", 0)]
+)
+def test_attention_takes_the_way_that_sends_less(name, over_heads):
+    middle, extra = MODULES[name]()
+    x = tokens()
+    group = check_model(Body(middle), {"x": x, "y": x, **extra}, {"x": 1, "y": 1})
+    assert group.calls["attention over heads"] == over_heads
+    assert (group.calls["attention"] > 0) == (over_heads == 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -37,7 +37,6 @@ from tensorshard.comm.sharded_tensors import check_tensor, local_of, refuse_dten
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 
 
-@staticmethod
 def _along_another_dimension(tensor: Any, dim: int, *_: Any) -> bool:
     """Whether a sequence that context parallelism cuts is cut along another dimension than `dim`."""
     return bool(tensor.split_dim != dim % tensor.ndim)
@@ -72,7 +71,7 @@ class _Reduce(Function):
 
 
 class _Scatter(Function):
-    acts_on_parts = _along_another_dimension
+    acts_on_parts = staticmethod(_along_another_dimension)
 
     @staticmethod
     def forward(
@@ -93,7 +92,7 @@ class _Scatter(Function):
 
 
 class _Gather(Function):
-    acts_on_parts = _along_another_dimension
+    acts_on_parts = staticmethod(_along_another_dimension)
 
     @staticmethod
     def forward(
@@ -114,7 +113,7 @@ class _Gather(Function):
 
 
 class _ReduceScatter(Function):
-    acts_on_parts = _along_another_dimension
+    acts_on_parts = staticmethod(_along_another_dimension)
 
     @staticmethod
     def forward(
@@ -131,7 +130,7 @@ class _ReduceScatter(Function):
 class _GatherForSum(Function):
     """All-gather whose backward is a reduce-scatter."""
 
-    acts_on_parts = _along_another_dimension
+    acts_on_parts = staticmethod(_along_another_dimension)
 
     @staticmethod
     def forward(

@@ -41,7 +41,6 @@ class SplitSequences(WholeSequences):
         dims: as :class:`tensorshard.Plan` takes ``cp_dims``.
         order: of positions.
         keeps_keys: whether keys and values of all ranks are kept for backward, and not fetched again.
-        in_stages: whether `model` is a stage of a pipeline, whose stages decide together.
     """
 
     are_split = True
@@ -54,14 +53,11 @@ class SplitSequences(WholeSequences):
         *,
         order: PositionOrder,
         keeps_keys: bool,
-        in_stages: bool,
     ) -> None:
         self.group = ContextGroup.of(group)
         self.group.refetches = not keeps_keys
         self.order: PositionOrder = order
         order.sources.append(self._notes)
-        self._in_stages = in_stages
-        self._has_run = False
         self._dims = dims
         self._parameters = [
             name
@@ -103,9 +99,8 @@ class SplitSequences(WholeSequences):
     def _cut(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._has_run and self.order.is_open and not self._in_stages:
-            self.order.choose(self.order.notes())
-        self._has_run = True
+        self.order.settle()
+        self.order.has_run = True
         named = self._named(args, kwargs)
         if self._dims is None:
             length = sequence_length(named)

@@ -143,7 +143,6 @@ def column_linear(
     return _ColumnLinear.apply(given, sharding, *flat)
 
 
-@staticmethod
 def _has_whole_positions(input: Any, *others: Any) -> bool:
     """Whether a layer acts on each position of a sequence alone, which context parallelism cuts."""
     is_cut = any(isinstance(other, SequenceSharded) for other in others)
@@ -157,7 +156,7 @@ class _ColumnLinear(Function):
     weights' gradients. An input that was gathered is not kept: backward gathers it again during a matrix product.
     """
 
-    acts_on_parts = _has_whole_positions
+    acts_on_parts = staticmethod(_has_whole_positions)
 
     @staticmethod
     def forward(
@@ -263,7 +262,7 @@ def row_linear(
 class _RowLinear(Function):
     """Multiplies this rank's columns of the input and of the weight, and sums the products over the ranks."""
 
-    acts_on_parts = _has_whole_positions
+    acts_on_parts = staticmethod(_has_whole_positions)
 
     @staticmethod
     def forward(

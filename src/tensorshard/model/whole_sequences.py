@@ -36,14 +36,18 @@ class PositionOrder:
 
     Args:
         name: "zigzag", "contiguous", or "auto" to decide it after a first run.
+        in_stages: whether the stages of a pipeline decide it together, by :meth:`choose`.
 
     Attributes:
         sources: of each part of a model, how often it has computed causal attention, and exchanged neighbours.
+        has_run: whether a part has run.
     """
 
-    def __init__(self, name: str = "auto") -> None:
+    def __init__(self, name: str = "auto", *, in_stages: bool = False) -> None:
         self.name = name
+        self._in_stages = in_stages
         self.sources: list[Callable[[], tuple[int, int]]] = []
+        self.has_run = False
 
     @property
     def is_open(self) -> bool:
@@ -54,6 +58,11 @@ class PositionOrder:
         """What speaks for zig-zag order, and what speaks against it; the same on all ranks that share sequences."""
         return [sum(column) for column in zip(*(source() for source in self.sources), strict=True)]
 
+    def settle(self) -> None:
+        """Decides it if a first run is over."""
+        if self.is_open and self.has_run and not self._in_stages:
+            self.choose(self.notes())
+
     def choose(self, notes: Sequence[float]) -> None:
         """Decides by :meth:`notes`."""
         self.name = "zigzag" if notes[0] and not notes[1] else "contiguous"
@@ -61,6 +70,7 @@ class PositionOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """The order, with which a run that goes on computes the same to the last bit."""
+        self.settle()
         return {"name": self.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

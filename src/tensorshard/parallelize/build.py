@@ -201,7 +201,7 @@ def shard_model(
         by_hand,
         storage=storage,
         parameters=decisions.parameters,
-        order=PositionOrder(plan.cp_order),
+        order=PositionOrder(plan.cp_order, in_stages=plan.pp > 1),
     )
     if mesh.degrees["pp"] > 1:
         from tensorshard.parallelize.stages import shard_stages

@@ -66,7 +66,6 @@ def context_parallel(part: Part, context: PassContext) -> None:
             context.plan.cp_dims,
             order=context.order,
             keeps_keys=context.plan.recompute == "full",
-            in_stages=context.plan.pp > 1,
         )
 
 
