@@ -33,7 +33,12 @@ def check_targets(config: DictConfig, source: str, allow: Iterable[str] = ()) ->
         ConfigError: there is a call to something else.
     """
     allowed = (*ALLOWED, *allow)
-    for where, call in calls(resolved(config, source)):
+    try:
+        container = resolved(config, source)
+    except MissingValueError:
+        # A value that is still to be given is referred to. A target that is a reference itself is refused below.
+        container = OmegaConf.to_container(config, resolve=False)
+    for where, call in calls(container):
         name = call["_target_"]
         key = where or "the config"
         if (file := file_of_target(name)) is not None:

@@ -105,7 +105,9 @@ FSDP: Table = {
     "cpu_ram_efficient_loading": unneeded("each rank reads its own slices of the weights", bool),
     "state_dict_type": different("checkpoints are sharded; 'tensorshard export' writes whole weights", str),
     "ignored_modules": refused("parameters that are not trained: requires_grad_(False); all are held alike"),
-    **each("mixed_precision_policy mixed_precision_policy.* mixed_precision", refused("train.plan.precision is for all")),
+    **each(
+        "mixed_precision_policy mixed_precision_policy.* mixed_precision", refused("train.plan.precision is for all")
+    ),
     **each("xla xla_fsdp_v2 xla_fsdp_grad_ckpt", refused("XLA devices are not there", bool)),
 }
 
@@ -160,7 +162,9 @@ _DEEPSPEED: Table = {
     "zero3_save_16bit_model": different("Engine.save_pretrained writes whole weights", bool),
     "deepspeed_config_file": unneeded("its keys are read as well"),
     "deepspeed_hostfile": different(_LAUNCH, str),
-    **each("deepspeed_multinode_launcher deepspeed_exclusion_filter deepspeed_inclusion_filter", different(_LAUNCH, str)),
+    **each(
+        "deepspeed_multinode_launcher deepspeed_exclusion_filter deepspeed_inclusion_filter", different(_LAUNCH, str)
+    ),
     "deepspeed_moe_layer_cls_names": refused("layers of experts are not sharded apart"),
 }
 _MEGATRON = {
@@ -169,7 +173,9 @@ _MEGATRON = {
     "num_micro_batches": to("batch.accumulate", int),
     "gradient_clipping": to("train.plan.clip_grad_norm", float),
     "sequence_parallelism": to("train.plan.sequence_parallel", bool),
-    "recompute_activations": Rule(bool, lambda r, v: to("train.plan.recompute", None).act(r, "selective" if v else "none")),
+    "recompute_activations": Rule(
+        bool, lambda r, v: to("train.plan.recompute", None).act(r, "selective" if v else "none")
+    ),
     "use_distributed_optimizer": Rule(bool, lambda r, v: to("train.plan.zero", None).act(r, int(v))),
 }
 _DYNAMO = {
@@ -191,7 +197,9 @@ TABLE: Table = {
     **each("num_machines machine_rank main_process_port", different(_LAUNCH, int)),
     **each("main_process_ip rdzv_backend rdzv_conf same_network compute_environment gpu_ids", different(_LAUNCH)),
     **each("main_training_function", unneeded("the script is yours", str)),
-    **each("tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands", refused("TPUs are not there")),
+    **each(
+        "tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands", refused("TPUs are not there")
+    ),
     "downcast_bf16": refused("it is for TPUs", None, ("no", False)),
     "use_cpu": different("--device cpu at the start, or no visible GPU", bool),
     "debug": different("what each rank waits for is always watched: train.watchdog", bool),

@@ -24,7 +24,9 @@ PROGRAM = "DeepSpeed"
 _UNITS = "units of gathering and reduction are the model's blocks; train.plan.shard_units sets their size"
 _ALWAYS = "it is always so here"
 _SCALE = "the scale of losses adapts by itself here, as torch's GradScaler does: from 65536, doubled after 2000 steps"
-_COMPRESS = "weights and activations are not quantized or pruned here; train without it, then compress the exported model"
+_COMPRESS = (
+    "weights and activations are not quantized or pruned here; train without it, then compress the exported model"
+)
 _LOGS = "metrics go to metrics.jsonl; train.loggers names tensorboard, wandb or mlflow"
 
 
@@ -203,7 +205,9 @@ _ZERO: Table = {
         "offload_optimizer.cpuadam_cores_perc",
         unneeded("train.plan.offload.buffer_memory bounds the buffers", float),
     ),
-    "offload_optimizer.ratio": refused("a part of the states alone is not offloaded; use host_memory", float, (1.0, 0.0)),
+    "offload_optimizer.ratio": refused(
+        "a part of the states alone is not offloaded; use host_memory", float, (1.0, 0.0)
+    ),
     "offload_optimizer.super_offload": refused("it is not there; offload=cpu, overlap=true is the nearest", bool),
     **each(
         "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights",
@@ -309,7 +313,9 @@ TABLE: Table = {
     "compile.backend": refused("blocks are compiled with inductor", str, ("inductor",)),
     **each("compile.**", refused("train.plan.compile=true compiles each block; it has no options")),
     "checkpoint.load_universal": unneeded("every checkpoint is read under any plan", bool),
-    **each("checkpoint.** use_node_local_storage", unneeded("checkpoints are written in parallel, whole or not at all")),
+    **each(
+        "checkpoint.** use_node_local_storage", unneeded("checkpoints are written in parallel, whole or not at all")
+    ),
     **each("data_efficiency.** curriculum_learning.** progressive_layer_drop.** random_ltd.**", refused(_COMPRESS)),
     **each("aio.**", unneeded("it tunes DeepSpeed's own reading of disks")),
     **each("nebula.** elasticity.**", different("a resumed run may have another number of processes, with --resume")),

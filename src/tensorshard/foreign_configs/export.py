@@ -44,7 +44,9 @@ def _offload(program: str, plan: Plan) -> dict[str, Any]:
 
 
 def _deepspeed(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    _only("DeepSpeed's config", plan, pp=(1,), cp=(1,), recompute=("none",), sequence_parallel=(False,), tp_plan=(None,))
+    _only(
+        "DeepSpeed's config", plan, pp=(1,), cp=(1,), recompute=("none",), sequence_parallel=(False,), tp_plan=(None,)
+    )
     offload, zero = _offload("DeepSpeed", plan), {"stage": plan["zero"]}
     config: dict[str, Any] = {"gradient_accumulation_steps": plan["micro_batches"], "zero_optimization": zero}
     places = {"cpu": "cpu", "disk": "nvme"}

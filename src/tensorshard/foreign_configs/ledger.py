@@ -6,6 +6,7 @@ knows or that stand at the wrong place, and never leaves a key without an entry.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class Reading:
         """Sets `target` as their default does, and says so, unless the file has set it."""
         if target not in self.found:
             self.found[target] = value
-            self.add(key, IMPLIED, TRANSLATED, f"{target}={value} ({why})")
+            self.add(key, IMPLIED, TRANSLATED, f"{_ours(target)}={value} ({why})")
 
 
 def to(target: str, kind: Any, convert: Callable[[Any], Any] = lambda value: value, auto: Any = None) -> Rule:
@@ -101,9 +102,25 @@ def to(target: str, kind: Any, convert: Callable[[Any], Any] = lambda value: val
 
     def act(reading: Reading, value: Any) -> Outcome:
         reading.found[target] = convert(value)
-        return TRANSLATED, f"{target}={reading.found[target]}"
+        return TRANSLATED, f"{_ours(target)}={reading.found[target]}"
 
     return Rule(kind, act, auto)
+
+
+_SETTLED = {
+    "batch.micro": "samples of a rank in a micro-batch",
+    "batch.accumulate": "train.plan.micro_batches",
+    "batch.global": "train.global_batch_size",
+    "schedule.warmup": "scheduler.warmup_steps",
+    "schedule.total": "scheduler.total_steps",
+    "schedule.start_lr": "the first rate",
+    "schedule.min_lr": "the last rate",
+}
+
+
+def _ours(target: str) -> str:
+    """How the ledger names `target`, if it is one of the settings that several keys make together."""
+    return _SETTLED.get(target, target.replace("schedule.", "scheduler."))
 
 
 def unneeded(text: str, kind: Any = None) -> Rule:
@@ -167,6 +184,8 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
     if bare != key:
         return REFUSED, f"the key {key!r} has a blank at an end, so that {program} does not see it; write {bare!r}"
     rule = _rule(table, key)
+    if rule is None and any(f"${{{key}}}" in str(other) for other in reading.values.values()):
+        return NOT_NEEDED, "it is a variable of the file, which other keys refer to"
     if rule is None:
         return REFUSED, _unknown(table, key, value, program)
     if value is None:
@@ -209,7 +228,7 @@ def _unknown(table: Table, key: str, value: Any, program: str) -> str:
     whole = {_plain(pattern): pattern for pattern in known}
     if _plain(key) in whole:
         return f"nobody knows this key; {program} writes it {whole[_plain(key)]!r}"
-    first = key.split(".")[0]
+    first = key.partition(".")[0]
     groups = [pattern for pattern in known if f".{first}." in f".{pattern}." and not pattern.startswith(first)]
     for near in (pattern for pattern in known if _plain(pattern.rpartition(".")[2]) == last):
         if near.partition(".")[0] != first or "." not in key:
@@ -266,7 +285,7 @@ def _as_number(kind: Any, value: Any) -> tuple[Any, str]:
     except (TypeError, ValueError):
         raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}") from None
     note = f" ({value!r} is text, and was read as a number)" if isinstance(value, str) else ""
-    if number != number or number in (float("inf"), float("-inf")) or (kind is int and not number.is_integer()):
+    if not math.isfinite(number) or (kind is int and not number.is_integer()):
         raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}")
     return (int(number) if kind is int else number), note
 

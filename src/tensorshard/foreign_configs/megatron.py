@@ -188,7 +188,9 @@ TABLE: Table = {
     "adam_eps": to("optimizer.eps", float),
     "weight_decay": to("optimizer.weight_decay", float),
     "clip_grad": to("train.plan.clip_grad_norm", float, lambda value: value or None),
-    **each("start_weight_decay end_weight_decay weight_decay_incr_style", refused("decay is constant", None, ("constant",))),
+    **each(
+        "start_weight_decay end_weight_decay weight_decay_incr_style", refused("decay is constant", None, ("constant",))
+    ),
     "bf16": _flag("train.plan.precision", "bf16"),
     "fp16": _flag("train.plan.precision", "fp16"),
     **each("fp8_format fp8_hybrid fp4_format", refused("fp8 is not there; bf16 is: take --fp8-format out")),
@@ -197,7 +199,9 @@ TABLE: Table = {
         unneeded("it says how fp8 works"),
     ),
     "loss_scale": refused("losses are scaled dynamically under fp16"),
-    **each("initial_loss_scale min_loss_scale loss_scale_window hysteresis", different("the scale adapts by itself", float)),
+    **each(
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis", different("the scale adapts by itself", float)
+    ),
     "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
     "recompute_activations": _flag("train.plan.recompute", "selective"),
     "recompute_method": different("every block is recomputed", str),
@@ -220,8 +224,14 @@ TABLE: Table = {
     "log_interval": to("train.log_every", int),
     "num_workers": to("train.num_workers", int),
     **each("exit_duration_in_mins", different("the batch system's signal ends a run after its step, saved")),
-    **each("profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler", different("train.profile=10-12")),
-    **each("cuda_graph_impl enable_cuda_graph external_cuda_graph", refused("CUDA graphs are not there", None, (False, "none"))),
+    **each(
+        "profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler",
+        different("train.profile=10-12"),
+    ),
+    **each(
+        "cuda_graph_impl enable_cuda_graph external_cuda_graph",
+        refused("CUDA graphs are not there", None, (False, "none")),
+    ),
     **each("num_experts moe_*", different(MODEL)),
     **each(_ARCHITECTURE, different(MODEL)),
     **each(_INPUT, different(DATA)),
@@ -239,6 +249,8 @@ def read(reading: Reading) -> None:
     """Follows Megatron's table, and writes its defaults out. Names may be written as on a command line."""
     lost = "the value comes from a variable that the script does not set; give it, as NAME=VALUE"
     for key, value in list(reading.values.items()):
+        if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?", value):
+            reading.values[key] = float(value) if re.search(r"[.eE]", value) else int(value)
         if isinstance(value, str) and "$" in value:
             rule = next((r for k, r in TABLE.items() if k == key), None)
             if rule is not None and rule.kind is not None and rule.kind is not str:
@@ -259,8 +271,10 @@ def imply(reading: Reading) -> None:
     for name, value in (("betas", [0.9, 0.999]), ("eps", 1e-8), ("weight_decay", 0.01)):
         reading.imply(name, f"optimizer.{name}", value)
     reading.add(
-        "weight_decay of biases and norms", "(implied)", DIFFERENT, "Megatron decays matrices alone; here all, unless "
-        "the config's optimizer has groups",
+        "weight_decay of biases and norms",
+        "(implied)",
+        DIFFERENT,
+        "Megatron decays matrices alone; here all, unless the config's optimizer has groups",
     )
     reading.imply("lr_decay_style", "schedule.shape", "linear")
     found.setdefault("optimizer.lr", "???")
@@ -288,9 +302,7 @@ def arguments(text: str, given: dict[str, str]) -> dict[str, Any]:
         if match:
             name, more, value = match.groups()
             value = value.strip()
-            if value.startswith("(") and value.endswith(")"):
-                value = value[1:-1]
-            elif value[:1] in "\"'" and value.endswith(value[:1]) and len(value) > 1:
+            if len(value) > 1 and value[0] + value[-1] in ("()", "''", '""'):
                 value = value[1:-1]
             value = expand(value, variables, name)
             variables[name] = given.get(name, f"{variables.get(name, '')} {value}" if more else value)
@@ -335,7 +347,8 @@ def expand(text: str, variables: dict[str, str], own: str = "") -> str:
 def _reckoned(text: str) -> str | None:
     """The value of a sum or product of whole numbers, from left to right within one kind of operator."""
     terms = re.findall(r"\d+|[+*/%-]", text)
-    if not terms or not terms[0].isdigit() or len({t for t in terms[1::2]} & set("+-")) and set(terms[1::2]) & set("*/%"):
+    kinds = set(terms[1::2])
+    if not terms or not terms[0].isdigit() or (kinds & set("+-") and kinds & set("*/%")):
         return None
     value = int(terms[0])
     for operator, term in zip(terms[1::2], terms[2::2], strict=False):

@@ -54,8 +54,12 @@ def _on(target: str, value: Any) -> Rule:
 
 def _paddle_precision(group: str) -> Rule:
     def act(reading: Reading, value: bool) -> Outcome:
-        kind = "bf16" if reading.get(f"{group}.mix_precision.dtype") == "bfloat16" or reading.get(
-            f"{group}.mix_precision.fp16_dtype") == "bfloat16" else "fp16"
+        kind = (
+            "bf16"
+            if reading.get(f"{group}.mix_precision.dtype") == "bfloat16"
+            or reading.get(f"{group}.mix_precision.fp16_dtype") == "bfloat16"
+            else "fp16"
+        )
         reading.found["train.plan.precision"] = kind if value else "fp32"
         return TRANSLATED, f"train.plan.precision={reading.found['train.plan.precision']}"
 
@@ -237,7 +241,18 @@ _OPTIM: Table = {
     **each("bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer contiguous_param_buffer "
            "grad_sync_dtype", unneeded("communication overlaps here where a stream exists")),
 }  # fmt: skip
-_GIVEN = ("defaults", "hydra", "hydra.**", "name", "do_training", "do_testing", "restore_from_path", "ckpt_path")
+_GIVEN = (
+    "init_from_*",
+    "max_time_per_run",
+    "defaults",
+    "hydra",
+    "hydra.**",
+    "name",
+    "do_training",
+    "do_testing",
+    "restore_from_path",
+    "ckpt_path",
+)
 LIGHTNING: Table = {
     **_TRAINER,
     **{f"trainer.{name}": rule for name, rule in _TRAINER.items()},
@@ -249,13 +264,18 @@ LIGHTNING: Table = {
     **each("exp_manager.** ckpt_path resume.**", different(_SAVES)),
     "model.train_ds.batch_size": to("batch.micro", int),
     **each("model.** model_target model_weights", different(MODEL)),
-    **each("data.** datamodule.** data_module.**", different(DATA)),
+    **each(
+        "data.** datamodule.** data_module.** train_dataset validation_datasets test_datasets sup_data_* spl_tokens.**",
+        different(DATA),
+    ),
 }
 
 
 def _nemo() -> dict[str, Rule]:
     """NeMo's model section: Megatron's names under ``model.``."""
-    inner = {name: rule for name, rule in megatron.TABLE.items() if "*" not in name and name not in ("seed", "optimizer")}
+    inner = {
+        name: rule for name, rule in megatron.TABLE.items() if "*" not in name and name not in ("seed", "optimizer")
+    }
     return {f"model.{name}": rule for name, rule in inner.items()}
 
 

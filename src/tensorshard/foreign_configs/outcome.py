@@ -86,12 +86,12 @@ def _settle_batches(reading: Reading) -> None:
     ranks = reading.world_size // other if reading.world_size else None
     if ranks is None and micro and parts and whole:
         ranks = max(1, whole // (micro * parts))
-        reading.add("data ranks", IMPLIED, TRANSLATED, f"{ranks}, from samples a step / (samples a rank x accumulation)")
+        reading.add(
+            "data ranks", IMPLIED, TRANSLATED, f"{ranks}, from samples a step / (samples a rank x accumulation)"
+        )
     elif ranks is None:
         ranks = 1
-        reading.add(
-            "data ranks", IMPLIED, DIFFERENT, "1, since the file does not say how many; --world-size N sets it"
-        )
+        reading.add("data ranks", IMPLIED, DIFFERENT, "1, since the file does not say how many; --world-size N sets it")
     ranks = max(1, ranks)
     parts = parts or (max(1, whole // (micro * ranks)) if whole and micro else 1)
     micro = micro or (max(1, whole // (parts * ranks)) if whole else 1)

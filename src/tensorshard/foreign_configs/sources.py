@@ -40,16 +40,25 @@ _SIGNS = (
     ("picotron", "distributed.tp_size&distributed.pp_engine"),
     ("litgpt", "checkpoint_dir&train.micro_batch_size out_dir&train.micro_batch_size"),
     ("llm-foundry", "max_duration&train_loader device_train_microbatch_size"),
-    ("arctic", "micro_batch_size&data.sources micro_batch_size&deepspeed&model.name_or_path type&micro_batch_size&data"),
+    (
+        "arctic",
+        "micro_batch_size&data.sources micro_batch_size&deepspeed&model.name_or_path type&micro_batch_size&data",
+    ),
     ("deepspeed", "zero_optimization train_micro_batch_size_per_gpu&bf16 train_batch_size&fp16"),
     ("accelerate", "compute_environment distributed_type"),
     ("torchtitan", "job.dump_folder parallelism.tensor_parallel_degree training.local_batch_size model.flavor"),
     ("paddle", "Global Engine Distributed Optimizer.name"),
     ("libai", "train.train_micro_batch_size train.dist"),
-    ("nemo", "model.tensor_model_parallel_size exp_manager&model.global_batch_size strategy._target_&trainer"),
+    (
+        "nemo",
+        "exp_manager model.tensor_model_parallel_size exp_manager&model.global_batch_size strategy._target_&trainer",
+    ),
     ("axolotl", "base_model micro_batch_size&sequence_len datasets&adapter"),
     ("llama-factory", "finetuning_type template&dataset cutoff_len stage&model_name_or_path dist_config model_class"),
-    ("lightning", "trainer.devices trainer.max_epochs trainer.accelerator trainer.max_steps accelerator&devices trainer"),
+    (
+        "lightning",
+        "trainer.devices trainer.max_epochs trainer.accelerator trainer.max_steps accelerator&devices trainer",
+    ),
     ("fsdp", "sharding_strategy fsdp_sharding_strategy fsdp_version reshard_after_forward fsdp_offload_params"),
     ("deepspeed", "train_micro_batch_size_per_gpu train_batch_size bf16.enabled fp16.enabled"),
     ("megatron", "tensor_model_parallel_size micro_batch_size&global_batch_size num_layers&hidden_size"),
@@ -108,6 +117,7 @@ def read_config(
         raise ValueError(f"{where} holds {type(config).__name__}, but a config is a mapping of keys to values")
     values = {".".join(path): value for path, value in flat(config) if path}
     values.update(given or {})
+    values = {key: _followed(value, values) for key, value in values.items()}
     if source == "megatron":
         values = {key.strip("-").replace("-", "_"): value for key, value in values.items()}
     left_out = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in without)]
@@ -134,6 +144,16 @@ def read_config(
     return finish(reading, program)
 
 
+def _followed(value: Any, values: Mapping[str, Any]) -> Any:
+    """`value`, or what it refers to as a whole: ``${a.b}``, as OmegaConf writes it."""
+    for _ in range(8):
+        match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+        if match is None or match[1] not in values:
+            return value
+        value = values[match[1]]
+    return value
+
+
 def read_file(
     path: Path,
     source: str | None = None,
@@ -155,7 +175,9 @@ def read_file(
     if isinstance(config, Mapping):
         config = _with_bases(config, path)
         config = _with_pointed(config, path)
-        given = {key: value for key, value in given.items() if source != "megatron" or key in _keys(config) or "_" in key}
+        given = {
+            key: value for key, value in given.items() if source != "megatron" or key in _keys(config) or "_" in key
+        }
     return read_config(source, config, world_size=world_size, given=given, without=without, where=str(path))
 
 

@@ -109,7 +109,9 @@ TABLE: Table = {
         "parallelism.",
     ),
     "parallelism.fsdp_reshard_after_forward": Rule(("default", "always", "never"), _reshard),
-    "parallelism.enable_async_tensor_parallel": refused("collectives of split layers are not fused with products", bool),
+    "parallelism.enable_async_tensor_parallel": refused(
+        "collectives of split layers are not fused with products", bool
+    ),
     "parallelism.disable_loss_parallel": different("losses of split logits are always exact", bool),
     "parallelism.context_parallel_rotate_method": unneeded("context parallelism finds its own way", str),
     "parallelism.enable_compiled_autograd": refused("train.plan.compile compiles blocks", bool),
@@ -165,7 +167,9 @@ TABLE: Table = {
     "compile.enable": Rule(bool, _compile),
     "compile.components": unneeded("it is settled by compile.enable's line", list),
     "compile.backend": refused("blocks are compiled with inductor", str, ("inductor",)),
-    **each("checkpoint.enable checkpoint.enable_checkpoint", different("train.save_every=0 saves at the end alone", bool)),
+    **each(
+        "checkpoint.enable checkpoint.enable_checkpoint", different("train.save_every=0 saves at the end alone", bool)
+    ),
     "checkpoint.interval": only_if("checkpoint.enable", to("train.save_every", int), "checkpoints are off"),
     "checkpoint.async_mode": Rule(
         ("disabled", "async", "async_with_pinned_mem"),
@@ -173,12 +177,17 @@ TABLE: Table = {
     ),
     "checkpoint.keep_latest_k": to("train.keep_checkpoints", int),
     "checkpoint.export_dtype": different("'tensorshard export' sets the type of a copy", str),
-    "checkpoint.last_save_model_only": different("the last checkpoint is whole; 'tensorshard export' writes weights", bool),
+    "checkpoint.last_save_model_only": different(
+        "the last checkpoint is whole; 'tensorshard export' writes weights", bool
+    ),
     **each("checkpoint.*", different("train.output_dir is the run's directory; --resume takes up a checkpoint")),
     **each("job.description job.print_config job.config_file", unneeded("it is a remark, or says what is printed")),
     "job.dump_folder": different("train.output_dir is the run's directory, runs/NAME-N by default", str),
     "job.custom_config_module": different(MODEL, str),
-    **each("model.name model.flavor model.tokenizer_path model.hf_assets_path model.print_after_conversion", different(MODEL)),
+    **each(
+        "model.name model.flavor model.tokenizer_path model.hf_assets_path model.print_after_conversion",
+        different(MODEL),
+    ),
     **each("model.converters", refused("fp8 and other converters are not there; take them out", list)),
     **each("quantize.**", unneeded("it says how model.converters work")),
     **each("float8.**", unneeded("it says how model.converters work")),

@@ -285,7 +285,7 @@ LLAMA_FACTORY: Table = {
     "dist_config.name": Rule(("fsdp2", "deepspeed", "ddp"), lambda r, v: to("train.plan.zero", None).act(
         r, 0 if v == "ddp" else 3)),
     "dist_config.config_file": Rule(None, _deepspeed),
-    "optim_config.name": Rule(str, lambda r, v: _optimizer(r, v)),
+    "optim_config.name": Rule(str, _optimizer),
     **each("optim_config.*", unneeded("it belongs to optim_config.name")),
     "eval_dataset_split": different(DATA),
 }  # fmt: skip
