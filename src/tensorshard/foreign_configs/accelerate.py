@@ -244,3 +244,10 @@ def read(reading: Reading) -> None:
         reading.imply("deepspeed_config.zero_stage", "train.plan.zero", 2)
     reading.imply("mixed_precision", "train.plan.precision", "fp32")
     reading.imply("gradient_clipping", "train.plan.clip_grad_norm", None, "the script clips, or does not")
+
+
+def read_fsdp(reading: Reading) -> None:
+    """Follows FSDP's options alone, as transformers' ``fsdp_config`` has them."""
+    follow(both_names(""), reading, "FSDP")
+    reading.imply("sharding_strategy", "train.plan.zero", 3)
+    reading.imply("activation_checkpointing", "train.plan.recompute", "none")

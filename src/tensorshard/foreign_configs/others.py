@@ -73,6 +73,15 @@ def _paddle_stage(reading: Reading, value: int) -> Outcome:
     return TRANSLATED, f"train.plan.zero={reading.found['train.plan.zero']}{note}"
 
 
+def _paddle_dp(reading: Reading, value: int) -> Outcome:
+    if reading.number("Distributed.sharding.sharding_degree", 1) > 1:
+        reading.found["train.plan.dp_replicate"] = value
+        return TRANSLATED, f"train.plan.dp_replicate={value}"
+    reading.found["train.plan.dp_shard"] = value
+    reading.found.setdefault("train.plan.zero", 0)
+    return TRANSLATED, f"train.plan.dp_shard={value}"
+
+
 def _decay_steps(reading: Reading, value: float) -> Outcome:
     reading.found["schedule.total"] = int(value)
     return TRANSLATED, f"scheduler.total_steps={int(value)}"
@@ -107,7 +116,7 @@ PADDLE: Table = {
     **{f"{group}.{name}": rule for group in ("Global", "Engine") for name, rule in _PADDLE_WORK.items()},
     **{f"{group}.mix_precision.enable": _paddle_precision(group) for group in ("Global", "Engine")},
     **{f"{group}.mix_precision.use_pure_fp16": _paddle_precision(group) for group in ("Global", "Engine")},
-    "Distributed.dp_degree": Rule(int, lambda r, v: _paddle_dp(r, v)),
+    "Distributed.dp_degree": Rule(int, _paddle_dp),
     "Distributed.mp_degree": _axis("tp"),
     "Distributed.pp_degree": _axis("pp"),
     "Distributed.sep_degree": _axis("cp"),
@@ -147,15 +156,6 @@ PADDLE: Table = {
     **each("Compress.**", unneeded("it says how a model is compressed")),
     **each("Inference.** Generation.** Offline_Eval.** Export.**", unneeded("it is for inference")),
 }  # fmt: skip
-
-
-def _paddle_dp(reading: Reading, value: int) -> Outcome:
-    if reading.number("Distributed.sharding.sharding_degree", 1) > 1:
-        reading.found["train.plan.dp_replicate"] = value
-        return TRANSLATED, f"train.plan.dp_replicate={value}"
-    reading.found["train.plan.dp_shard"] = value
-    reading.found.setdefault("train.plan.zero", 0)
-    return TRANSLATED, f"train.plan.dp_shard={value}"
 
 
 def _strategy(reading: Reading, value: Any) -> Outcome:

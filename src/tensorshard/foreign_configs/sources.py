@@ -18,7 +18,7 @@ Read = Callable[[Reading], None]
 SOURCES: dict[str, Read] = {
     "deepspeed": deepspeed.read,
     "accelerate": accelerate.read,
-    "fsdp": lambda reading: _fsdp(reading),
+    "fsdp": accelerate.read_fsdp,
     "megatron": megatron.read,
     "torchtitan": torchtitan.read,
     "libai": lambda reading: others.read(reading, others.LIBAI, "LiBai"),
@@ -64,12 +64,6 @@ _SIGNS = (
     ("megatron", "tensor_model_parallel_size micro_batch_size&global_batch_size num_layers&hidden_size"),
 )
 _GPT_NEOX = ("pipe_parallel_size", "model_parallel_size", "pipe-parallel-size", "model-parallel-size")
-
-
-def _fsdp(reading: Reading) -> None:
-    follow(accelerate.both_names(""), reading, "FSDP")
-    reading.imply("sharding_strategy", "train.plan.zero", 3)
-    reading.imply("activation_checkpointing", "train.plan.recompute", "none")
 
 
 def guess(values: Mapping[str, Any]) -> str | None:
