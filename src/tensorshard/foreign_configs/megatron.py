@@ -338,6 +338,11 @@ def expand(text: str, variables: dict[str, str], own: str = "") -> str:
             text,
         )
         text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: variables.get(m[1], m[0]), text)
+        text = re.sub(
+            r"\$\(\([^()]*\)\)",
+            lambda m: re.sub(r"(?<![\w$])[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), m[0]),
+            text,
+        )
         text = re.sub(r"\$\(\(([\d\s+*/%-]+)\)\)", lambda m: _reckoned(m[1]) or m[0], text)
         if text == before or len(text) > 100_000:
             break
