@@ -90,8 +90,8 @@ def _old(name: str, text: str) -> Rule:
 
 FSDP: Table = {
     "version": Rule((1, 2, "1", "2"), lambda r, v: (TRANSLATED, "ZeRO 3 here is FSDP2, exact for both versions")),
-    "sharding_strategy": Rule(None, _strategy),
-    "reshard_after_forward": Rule(None, _reshard),
+    "sharding_strategy": Rule((str, int), _strategy),
+    "reshard_after_forward": Rule((bool, str, int), _reshard),
     "offload_params": Rule(bool, _offload),
     "activation_checkpointing": Rule(bool, _recompute),
     "auto_wrap_policy": different("units are found: the model's blocks; train.plan.shard_units names others", str),

@@ -167,7 +167,7 @@ def _cpu_checkpointing(reading: Reading, value: bool) -> Outcome:
 
 
 _ZERO: Table = {
-    "stage": Rule(None, _stage),
+    "stage": Rule((int, list), _stage),
     **each(
         "reduce_bucket_size allgather_bucket_size prefetch_bucket_size stage3_prefetch_bucket_size sub_group_size "
         "max_live_parameters stage3_max_live_parameters max_reuse_distance stage3_max_reuse_distance "

@@ -249,7 +249,7 @@ def _plain(key: str) -> str:
 
 
 def _words(kind: Any) -> tuple[Any, ...]:
-    return kind if isinstance(kind, tuple) else ()
+    return kind if isinstance(kind, tuple) and not isinstance(kind[0], type) else ()
 
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
@@ -263,6 +263,10 @@ def as_kind(kind: Any, value: Any) -> tuple[Any, str]:
     """
     if kind is None:
         return value, ""
+    if isinstance(kind, tuple) and isinstance(kind[0], type):
+        if type(value) in kind:
+            return value, ""
+        raise WrongValueError(f"{_shown(value)} was given, but it takes {' or '.join(_NAMES[one] for one in kind)}")
     if isinstance(kind, tuple):
         return _as_word(kind, value)
     if kind is bool:
