@@ -1,6 +1,7 @@
 """Accelerate's YAML: launch settings, FSDP of both versions, and a DeepSpeed JSON that it points to.
 
-Facts from Accelerate 1.15's ``FullyShardedDataParallelPlugin``, ``DeepSpeedPlugin`` and launch arguments.
+The table is of the keys that these files commonly have. It was not compared with a release of Accelerate; a key that it
+lacks is refused by name.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Megatron-LM's arguments, from a launch script or a list, and NeMo's keys, which pass them on.
 
-Facts from Megatron-LM's ``arguments.py``, and from NeMo's ``megatron_gpt_config.yaml``.
+The table is of the arguments that launch scripts commonly have. It was not compared with a release of Megatron-LM or
+NeMo; an argument that it lacks is refused by name.
 """
 
 import re

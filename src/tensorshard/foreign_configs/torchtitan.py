@@ -1,4 +1,8 @@
-"""torchtitan's TOML (facts from its ``JobConfig``)."""
+"""torchtitan's TOML.
+
+The table is of the keys that these files commonly have. It was not compared with a release of torchtitan; a key that it
+lacks is refused by name.
+"""
 
 from typing import Any
 
