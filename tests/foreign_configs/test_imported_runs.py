@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import pretrained_models
-from tensorshard.trainer import read_metrics
+import tensorshard
+from tensorshard.trainer.loggers.files import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +31,14 @@ _JSON: dict[str, Any] = {
 }
 
 
+_CLI = ("-c", "import sys; from tensorshard.cli import main; sys.exit(main())")
+
+
 def _run(command: list[str], folder: Path, **environment: str) -> str:
     ran = subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(Path(tensorshard.__file__).parents[1]), **environment},
         capture_output=True,
         text=True,
         timeout=400,
@@ -53,14 +57,14 @@ def test_the_printed_command_trains_what_was_imported(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "in" / "tokenizer.json"))
     (tmp_path / "text.txt").write_text(" ".join(f"w{1 + number * number % 63}" for number in range(8000)))
     (tmp_path / "ds.json").write_text(json.dumps(_JSON))
-    command = ["tensorshard", "import", "ds.json", "--world-size", "2", "--output", "ours.yaml"]
+    command = [*_CLI, "import", "ds.json", "--world-size", "2", "--output", "ours.yaml"]
     said = _run(command, tmp_path)
     (line,) = re.findall(r"^  tensorshard (train .+)$", said, re.MULTILINE)
     filled = line.replace("model.pretrained=DIR", "model.pretrained=in").replace("texts/*.txt", "text.txt")
     small = ["text.context_length=16", "train.steps=3", "train.eval_every=0", "--output", "run"]
-    _run(["tensorshard", *shlex.split(filled), *small], tmp_path)
-    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    assert lines[-1]["step"] == 3 and all(0 < line["loss"] < 6 for line in lines)
+    _run([*_CLI, *shlex.split(filled), *small], tmp_path)
+    lines = [entry for entry in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in entry]
+    assert "--nproc 2" in line and lines[-1]["step"] == 3 and all(0 < entry["loss"] < 6 for entry in lines)
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert "global_batch_size: 8" in config and "warmup_decay" in config
 
@@ -131,7 +135,7 @@ def test_losses_are_those_of_deepspeed(tmp_path: Path, stage: int) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(config))
     losses = []
     for who in ("deepspeed", "tensorshard"):
-        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "both.py", who, "ds.json"]
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "both.py", who, "ds.json"]
         said = _run(command, tmp_path, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
         losses.append(json.loads(re.findall(r"losses (\[.+\])", said)[0]))
     assert len(losses[0]) == 10 and losses[0][0] != losses[0][9]

@@ -190,3 +190,13 @@ def test_the_schedule_counts_as_deepspeed():
         schedule.step()
     expected = [0, 0, *(math.log(n) / math.log(4) for n in (2, 3, 4)), 1, 0.75, 0.5, 0.25]
     assert rates == pytest.approx(expected)
+
+
+def test_what_a_program_has_no_place_for_is_said(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    path.write_text("zero: 3\nclip_grad_norm: 1.0\n")
+    assert main(["export-config", str(path), "--to", "accelerate"]) == 0
+    out, err = capsys.readouterr()
+    assert "set them in accelerate's script: clip_grad_norm=1.0" in err and "fsdp_config" in out
+    assert main(["export-config", str(path), "--to", "deepspeed"]) == 0
+    assert not capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "export-config",
         help="write a Plan as DeepSpeed's, Accelerate's or torchtitan's config",
         description="Writes PLAN, the YAML of a Plan or of a run, as the config of another program. What the program "
-        "cannot do is an error.",
+        "cannot do is an error; what its config has no place for is named on the standard error.",
         usage="tensorshard export-config PLAN --to PROGRAM [--output FILE]",
         epilog=_EPILOG,
         formatter_class=HelpFormat,
@@ -54,15 +55,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--to was not given; it is deepspeed, accelerate or torchtitan")
     try:
         values = yaml.safe_load(Path(args.words[0]).read_text(encoding="utf-8"))
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {}  # of the run
         if isinstance(values, dict) and "train" in values:
             settings = {".".join(key): value for key, value in flat(values)}
             values = {key: value for key, value in values["train"]["plan"].items() if key != "_target_"}
             if isinstance(values.get("offload"), dict):
                 values["offload"] = {key: v for key, v in values["offload"].items() if key != "_target_"}
-        config = export(args.to, asdict(Plan.from_dict(values or {})), settings)
+        plan, settings = _Read(asdict(Plan.from_dict(values or {}))), _Read(settings)
+        config = export(args.to, plan, settings)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"{args.words[0]}: {error}") from error
+    defaults = asdict(Plan())
+    left = [f"{key}={value}" for key, value in plan.items() if key not in plan.read and value != defaults[key]]
+    left += [f"{key}={value}" for key, value in settings.items() if key not in settings.read and _matters(key)]
+    if left:
+        print(f"not in this config, so set them in {args.to}'s script: {', '.join(left)}", file=sys.stderr)
     text = {"deepspeed": _json, "accelerate": _yaml, "torchtitan": _toml}[args.to](config)
     if args.output is None:
         print(text, end="")
@@ -72,6 +79,29 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--output {args.output}: it cannot be written ({error})") from error
     return 0
+
+
+class _Read(dict[str, Any]):
+    """A dictionary that knows which keys were read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
+def _matters(key: str) -> bool:
+    """Whether this key of a run's config says what is computed, and other programs have a place for it."""
+    return key in ("train.global_batch_size", "train.steps") or (
+        key.startswith(("optimizer.", "scheduler.")) and not key.endswith("_partial_")
+    )
 
 
 def _json(config: dict[str, Any]) -> str:

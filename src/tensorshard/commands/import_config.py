@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             Path(args.output).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--output {args.output}: it cannot be written ({error})") from error
-    _say_what_is_left(text, args.output)
+    _say_what_is_left(text, args.output, ledger.world_size)
     return _check(args, text, ours, ledger.world_size) if args.check else 0
 
 
@@ -150,7 +150,7 @@ def _yaml(ledger: Any, path: Path) -> str:
     return OmegaConf.to_yaml(config)
 
 
-def _say_what_is_left(text: str, output: str | None) -> None:
+def _say_what_is_left(text: str, output: str | None, world_size: int | None) -> None:
     import yaml
 
     from tensorshard.foreign_configs.ledger import flat
@@ -158,7 +158,8 @@ def _say_what_is_left(text: str, output: str | None) -> None:
     left = [".".join(key) for key, value in flat(yaml.safe_load(text)) if value == "???"]
     what = {"model.pretrained": "DIR", "text.files": "'texts/*.txt'", "train.steps": "N", "optimizer.lr": "RATE"}
     words = " ".join(f"{key}={what.get(key, 'VALUE')}" for key in left)
-    print(f"still to be filled in: {', '.join(left)}\n  tensorshard train {output or 'imported.yaml'} {words}")
+    ranks = f" --nproc {world_size}" if world_size and world_size <= 8 else ""  # more are on several hosts
+    print(f"still to be filled in: {', '.join(left)}\n  tensorshard train {output or 'imported.yaml'} {words}{ranks}")
 
 
 def _check(args: argparse.Namespace, text: str, ours: list[str], world_size: int | None) -> int:

@@ -1,7 +1,7 @@
 """Accelerate's YAML: launch settings, FSDP of both versions, and a DeepSpeed JSON that it points to.
 
-The table is of the keys that these files commonly have. It was not compared with a release of Accelerate; a key that it
-lacks is refused by name.
+The table has the fields of Accelerate 1.15's ``FullyShardedDataParallelPlugin`` and ``DeepSpeedPlugin`` that a file can
+set. Launch settings were not compared with a release. A key that the table lacks is refused by name.
 """
 
 from typing import Any
