@@ -55,7 +55,7 @@ def test_the_printed_command_trains_what_was_imported(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "in" / "tokenizer.json"))
-    (tmp_path / "text.txt").write_text(" ".join(f"w{1 + number * number % 63}" for number in range(8000)))
+    (tmp_path / "text.txt").write_text(" ".join(f"w{1 + number * number % 63}" for number in range(30000)))
     (tmp_path / "ds.json").write_text(json.dumps(_JSON))
     command = [*_CLI, "import", "ds.json", "--world-size", "2", "--output", "ours.yaml"]
     said = _run(command, tmp_path)
