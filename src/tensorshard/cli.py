@@ -13,7 +13,9 @@ from tensorshard.commands import (
     env,
     estimate,
     export,
+    export_config,
     generate,
+    import_config,
     plan,
     report,
     self_test,
@@ -35,7 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tensorshard {tensorshard.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, report, estimate, plan, verify, generate, export, checkpoint, data, self_test, check, env):
+    for command in (
+        train,
+        report,
+        estimate,
+        plan,
+        verify,
+        generate,
+        export,
+        import_config,
+        export_config,
+        checkpoint,
+        data,
+        self_test,
+        check,
+        env,
+    ):
         command.add_parser(commands)
     argv = sys.argv[1:] if argv is None else argv
     if not argv:

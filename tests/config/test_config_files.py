@@ -165,6 +165,46 @@ def test_yaml_calls_nothing_that_is_not_allowed(tmp_path: Path, target: str, sai
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        "'${oc.create:{_target_: os.system, command: touch}}'",
+        "{_target_: '${names.${steps}}', command: touch}",
+        "{_target_: '${steps}', command: touch}",
+        "{_target_: 'torch.nn.${steps}', command: touch}",
+    ],
+)
+def test_a_missing_value_or_an_override_hides_no_call(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"steps: '???'\nnames: {{'5': os.system}}\nother: ${{steps}}\nmodel: {model}\n")
+    with pytest.raises(ConfigError, match=r"model calls|names\.still to be given"):
+        load_config(path, ["steps=5"])
+
+
+def test_an_override_makes_no_call_of_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "steps: 1\nnames: {'1': '{_target_: torch.nn.Identity}', '5': '{_target_: os.system, command: touch}'}\n"
+        "model: '${oc.decode:${names.${steps}}}'\n"
+    )
+    assert load_config(path).model["_target_"] == "torch.nn.Identity"
+    with pytest.raises(ConfigError, match=r"model calls os\.system"):
+        load_config(path, ["steps=5"])
+
+
+class Linear(torch.nn.Linear):
+    """It is in no module that a YAML file may name."""
+
+
+def test_a_value_may_refer_to_one_that_is_still_to_be_given(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("steps: '???'\nmodel: {_target_: torch.nn.Linear, in_features: '${steps}', out_features: 2}\n")
+    assert load_config(path, ["steps=5"]).model.in_features == 5
+    with pytest.raises(ConfigError, match="steps"):
+        load_config(path)
+    assert load_config(path, ["steps=5", "model._target_=test_config_files.Linear"]).model.out_features == 2
+
+
 def test_what_yaml_may_call_is_the_users_to_say(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("key: {_target_: os.path.join, _args_: [a, b]}\n")

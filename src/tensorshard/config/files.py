@@ -104,6 +104,8 @@ def load_config(source: str | Path, overrides: Iterable[str] = (), *, allow: Ite
     if path.suffix != ".py":
         check_targets(config, str(source), allow)
     config = apply_overrides(config, overrides)
+    if path.suffix != ".py":  # an override may have changed what a reference leads to
+        check_targets(config, str(source), allow, overrides)
     if ASKED in config:
         raise ConfigError(f"{source}: the key {ASKED!r} is kept for the record of what was asked for; rename it")
     resolved(config, str(source), throw_on_missing=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorshard.common.kinds import kind_of
 from tensorshard.plan.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
+from tensorshard.plan.from_others import FromOthers
 from tensorshard.plan.offload import Offload, as_offload
 
 __all__ = ["AXES", "ZERO_NAMES", "Offload", "Plan"]
@@ -31,7 +32,7 @@ ZERO_NAMES = {"os": 1, "os_g": 2, "p_g_os": 3}
 
 @data_with_known_fields
 @dataclass(frozen=True)
-class Plan:
+class Plan(FromOthers):
     """How to split the training of a model over processes, what each keeps, and in which precision it computes.
 
     A Plan is plain data: it holds no tensors and no process groups. It prints, compares, and reads and writes YAML.

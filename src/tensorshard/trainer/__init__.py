@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensorshard.trainer.interruption import StopRequest
     from tensorshard.trainer.memory import PeakMemory
     from tensorshard.trainer.run_directory import RunDirectory
-    from tensorshard.trainer.schedulers import constant, warmup_cosine, warmup_linear
+    from tensorshard.trainer.schedulers import constant, warmup_cosine, warmup_decay, warmup_linear
     from tensorshard.trainer.trainer import Trainer
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Trainer",
     "constant",
     "warmup_cosine",
+    "warmup_decay",
     "warmup_linear",
 ]
 
@@ -67,6 +68,7 @@ __getattr__ = lazy_imports(
         "Trainer": "tensorshard.trainer.trainer",
         "constant": "tensorshard.trainer.schedulers",
         "warmup_cosine": "tensorshard.trainer.schedulers",
+        "warmup_decay": "tensorshard.trainer.schedulers",
         "warmup_linear": "tensorshard.trainer.schedulers",
     },
 )

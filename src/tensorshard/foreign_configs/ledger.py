@@ -1,0 +1,316 @@
+"""The ledger: what becomes of each key of another program's config, by a table of rules.
+
+A table maps the path of a key (``"zero_optimization.stage"``; ``*`` stands for one part, a last ``**`` for all that
+follows) to a :class:`Rule`. One engine reads every source: it checks types, follows the rules, finds keys that nobody
+knows or that stand at the wrong place, and never leaves a key without an entry.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TRANSLATED, NOT_NEEDED, DIFFERENT, REFUSED = "translated", "not needed", "different", "refused"
+IMPLIED = "(implied)"
+"""The value of an entry for a key that the file does not have, and that its program sets by a default."""
+
+Outcome = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one key.
+
+    Attributes:
+        key: the dotted path in the file.
+        value: the value there, or ``IMPLIED``.
+        verdict: "translated", "not needed", "different" or "refused".
+        text: to what, why, how, or what to do instead.
+    """
+
+    key: str
+    value: Any
+    verdict: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The kind of values that a key takes, and what is done with one.
+
+    Attributes:
+        kind: bool, int, float, str, list, or the words it may be; None for anything.
+        act: makes the entry's verdict and text, and may set ours.
+        auto: what "auto" means there; None where it is not allowed.
+    """
+
+    kind: Any
+    act: "Callable[[Reading, Any], Outcome]"
+    auto: Any = None
+
+
+Table = Mapping[str, Rule]
+
+
+class WrongValueError(ValueError):
+    """A value of the wrong type."""
+
+
+@dataclass
+class Reading:
+    """A config that is being read: its leaves by dotted key, and what has been found so far.
+
+    Attributes:
+        values: the file's leaves.
+        found: dotted keys of our config and their values.
+        entries: the ledger.
+        world_size: for how many processes, if that is known.
+    """
+
+    values: dict[str, Any]
+    world_size: int | None = None
+    found: dict[str, Any] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The file's value at `key`; `default` where it has none, null or "auto"."""
+        value = self.values.get(key)
+        return default if value is None or value == "auto" else value
+
+    def number(self, key: str, default: float) -> float:
+        """As :meth:`get`, for a number; `default` where the value is none."""
+        try:
+            return float(self.get(key, default))
+        except (TypeError, ValueError):
+            return default
+
+    def add(self, key: str, value: Any, verdict: str, text: str) -> None:
+        """Adds an entry."""
+        self.entries.append(Entry(key, value, verdict, text))
+
+    def imply(self, key: str, target: str, value: Any, why: str = "their default") -> None:
+        """Sets `target` as their default does, and says so, unless the file has set it."""
+        if target not in self.found:
+            self.found[target] = value
+            self.add(key, IMPLIED, TRANSLATED, f"{_ours(target)}={value} ({why})")
+
+
+def to(target: str, kind: Any, convert: Callable[[Any], Any] = lambda value: value, auto: Any = None) -> Rule:
+    """A key that sets `target` of ours, to ``convert(value)``."""
+
+    def act(reading: Reading, value: Any) -> Outcome:
+        reading.found[target] = convert(value)
+        return TRANSLATED, f"{_ours(target)}={reading.found[target]}"
+
+    return Rule(kind, act, auto)
+
+
+_SETTLED = {
+    "batch.micro": "samples of a rank in a micro-batch",
+    "batch.accumulate": "train.plan.micro_batches",
+    "batch.global": "train.global_batch_size",
+    "schedule.warmup": "scheduler.warmup_steps",
+    "schedule.total": "scheduler.total_steps",
+    "schedule.start_lr": "the first rate",
+    "schedule.min_lr": "the last rate",
+}
+
+
+def _ours(target: str) -> str:
+    """How the ledger names `target`, if it is one of the settings that several keys make together."""
+    return _SETTLED.get(target, target.replace("schedule.", "scheduler."))
+
+
+def unneeded(text: str, kind: Any = None) -> Rule:
+    """A key that has no work to do here."""
+    return Rule(kind, lambda reading, value: (NOT_NEEDED, text), auto=text)
+
+
+def different(text: str, kind: Any = None) -> Rule:
+    """A key whose matter works in another way here."""
+    return Rule(kind, lambda reading, value: (DIFFERENT, text), auto=text)
+
+
+_OFF: tuple[Any, ...] = (False, 0, "", "no", "none", "None", [], {}, "disabled", "off")
+
+
+def refused(text: str, kind: Any = None, unless: tuple[Any, ...] = _OFF) -> Rule:
+    """A key that cannot be honoured, unless its value turns it off."""
+
+    def act(reading: Reading, value: Any) -> Outcome:
+        if any(type(value) is type(off) and value == off for off in unless):
+            return NOT_NEEDED, f"it is {_shown(value)}, which asks for nothing"
+        return REFUSED, text
+
+    return Rule(kind, act)
+
+
+def only_if(flag: str, rule: Rule, off: str) -> Rule:
+    """`rule` where the file's `flag` is on; else the key does nothing, as `off` says."""
+
+    def act(reading: Reading, value: Any) -> Outcome:
+        return rule.act(reading, value) if reading.get(flag) else (NOT_NEEDED, off)
+
+    return Rule(rule.kind, act, off)
+
+
+def each(names: str, rule: Rule, prefix: str = "") -> dict[str, Rule]:
+    """`rule` for each of the `names`, which blanks separate."""
+    return {prefix + name: rule for name in names.split()}
+
+
+def flat(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of nested mappings, with their paths. Lists and empty mappings are leaves."""
+    if isinstance(config, Mapping) and config:
+        for key, value in config.items():
+            yield from flat(value, (*path, str(key)))
+    else:
+        yield path, config
+
+
+def follow(table: Table, reading: Reading, program: str, prefix: str = "") -> None:
+    """Adds an entry for each of the file's keys under `prefix`, by the `table`, whose paths begin after it."""
+    for full, value in list(reading.values.items()):
+        if full.startswith(prefix):
+            key = full[len(prefix) :]
+            verdict, text = _outcome(table, reading, key, value, program)
+            reading.add(full, value, verdict, text)
+
+
+def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str) -> Outcome:
+    bare = ".".join(part.strip() for part in key.split("."))
+    if bare != key:
+        return REFUSED, f"the key {key!r} has a blank at an end, so that {program} does not see it; write {bare!r}"
+    rule = _rule(table, key)
+    if rule is None and any(f"${{{key}}}" in str(other) for other in reading.values.values()):
+        return NOT_NEEDED, "it is a variable of the file, which other keys refer to"
+    if rule is None:
+        return REFUSED, _unknown(table, key, value, program)
+    if value is None:
+        return NOT_NEEDED, "null leaves the default"
+    if value == {}:
+        return NOT_NEEDED, "it is empty"
+    if value == "auto" and rule.auto is not None and rule.kind is not None and "auto" not in _words(rule.kind):
+        if isinstance(rule.auto, str) and " " in rule.auto:
+            return NOT_NEEDED, f"auto: {rule.auto}"
+        verdict, text = rule.act(reading, rule.auto)
+        return verdict, f"{text} (auto: the default of the program that fills it in)"
+    try:
+        value, note = as_kind(rule.kind, value)
+        verdict, text = rule.act(reading, value)
+    except WrongValueError as error:
+        return REFUSED, str(error)
+    return verdict, text + note
+
+
+def _rule(table: Table, key: str) -> Rule | None:
+    if key in table and "*" not in key:
+        return table[key]
+    for pattern, rule in table.items():
+        if "*" in pattern and re.fullmatch(_regex(pattern), key):
+            return rule
+    return None
+
+
+def _regex(pattern: str) -> str:
+    escaped = re.escape(pattern).replace(r"\.\*\*", r"(\..+)?").replace(r"\*\*", ".+")
+    return escaped.replace(r"\*", r"[^.]*")
+
+
+def _unknown(table: Table, key: str, value: Any, program: str) -> str:
+    known = [pattern for pattern in table if "*" not in pattern]
+    within = sorted(pattern for pattern in known if pattern.startswith(key + "."))
+    if within:
+        return f"{_shown(value)} was given, but {key} is a group of keys; set {', '.join(within[:3])}"
+    last = _plain(key.rpartition(".")[2])
+    whole = {_plain(pattern): pattern for pattern in known}
+    if _plain(key) in whole:
+        return f"nobody knows this key; {program} writes it {whole[_plain(key)]!r}"
+    first = key.partition(".")[0]
+    groups = [pattern for pattern in known if f".{first}." in f".{pattern}." and not pattern.startswith(first)]
+    for near in (pattern for pattern in known if _plain(pattern.rpartition(".")[2]) == last):
+        if near.partition(".")[0] != first or "." not in key:
+            groups.append(near)
+    ends = [pattern for pattern in groups if f".{pattern}".endswith(f".{key}")] or groups
+    if ends:
+        return f"the key is at the wrong place: here it does nothing in {program} either; move it to {ends[0]!r}"
+    near_words = difflib.get_close_matches(_plain(key), whole, n=1, cutoff=0.6)
+    lasts = {_plain(pattern.rpartition(".")[2]): pattern for pattern in known}
+    near_words = near_words or difflib.get_close_matches(last, lasts, n=1, cutoff=0.75)
+    near_words = near_words or difflib.get_close_matches(_plain(key), whole, n=1, cutoff=0)
+    found = whole.get(near_words[0]) or lasts[near_words[0]] if near_words else None
+    return f"{program} knows no such key" + (f"; the nearest is {found!r}" if found else "")
+
+
+def _plain(key: str) -> str:
+    return key.strip().lower().replace("-", "_")
+
+
+def _words(kind: Any) -> tuple[Any, ...]:
+    return kind if isinstance(kind, tuple) and not isinstance(kind[0], type) else ()
+
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
+
+
+def as_kind(kind: Any, value: Any) -> tuple[Any, str]:
+    """`value` as one of `kind`, and what was done to it.
+
+    Raises:
+        WrongValueError: it is of another kind.
+    """
+    if kind is None:
+        return value, ""
+    if isinstance(kind, tuple) and isinstance(kind[0], type):
+        if type(value) in kind:
+            return value, ""
+        raise WrongValueError(f"{_shown(value)} was given, but it takes {' or '.join(_NAMES[one] for one in kind)}")
+    if isinstance(kind, tuple):
+        return _as_word(kind, value)
+    if kind is bool:
+        if isinstance(value, bool):
+            return value, ""
+        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+            raise WrongValueError(f"{value!r} is text; write true or false without quotes")
+    elif kind in (int, float) and not isinstance(value, bool):
+        return _as_number(kind, value)
+    elif kind is str and isinstance(value, bool):
+        raise WrongValueError(f"{value} was given, but it takes text; YAML reads NO, OFF, YES and ON so: use quotes")
+    elif isinstance(value, kind):
+        return value, ""
+    raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}")
+
+
+def _as_number(kind: Any, value: Any) -> tuple[Any, str]:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}") from None
+    note = f" ({value!r} is text, and was read as a number)" if isinstance(value, str) else ""
+    if not math.isfinite(number) or (kind is int and not number.is_integer()):
+        raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}")
+    return (int(number) if kind is int else number), note
+
+
+def _as_word(words: tuple[Any, ...], value: Any) -> tuple[Any, str]:
+    for word in words:
+        if type(value) is type(word) and value == word:
+            return word, ""
+    if isinstance(value, bool):
+        off = next((word for word in words if str(word).lower() == ("no" if not value else "yes")), None)
+        if off is not None:
+            return off, f" (YAML reads NO without quotes as False; taken as {off!r})"
+    if isinstance(value, str):
+        same = [word for word in words if str(word).lower() == value.lower()]
+        if same:
+            return same[0], ""
+    near = difflib.get_close_matches(str(value), [str(word) for word in words], n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise WrongValueError(f"{_shown(value)} was given, but it takes {', '.join(map(str, words))}{hint}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

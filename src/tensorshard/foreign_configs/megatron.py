@@ -1,0 +1,396 @@
+"""Megatron-LM's arguments, from a launch script or a list, and NeMo's keys, which pass them on.
+
+The table is of the arguments that launch scripts commonly have. It was not compared with a release of Megatron-LM or
+NeMo; an argument that it lacks is refused by name.
+"""
+
+import re
+import shlex
+from typing import Any
+
+from tensorshard.foreign_configs.ledger import (
+    DIFFERENT,
+    NOT_NEEDED,
+    REFUSED,
+    TRANSLATED,
+    Outcome,
+    Reading,
+    Rule,
+    Table,
+    different,
+    each,
+    follow,
+    refused,
+    to,
+    unneeded,
+)
+from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, _betas
+
+_FLAG = ("", "true", "True", True, False, "false", "False", 1, "1")
+
+
+def _flag(target: str, value: Any) -> Rule:
+    return Rule(_FLAG, lambda r, v: to(target, None).act(r, value) if _on(v) else (NOT_NEEDED, "it is off"))
+
+
+def _on(value: Any) -> bool:
+    return value in ("", "true", "True", True, 1, "1")
+
+
+def _ranks(name: str) -> Rule:
+    return to(f"train.plan.{name}", int)
+
+
+def _virtual(reading: Reading, value: int) -> Outcome:
+    stages = int(reading.number("pipeline_model_parallel_size", 1))
+    layers = int(reading.number("num_layers", 0))
+    if stages <= 1:
+        return NOT_NEEDED, "there is no pipeline"
+    if not layers or layers % (stages * value):
+        return REFUSED, f"{layers or 'unknown'} layers do not divide into {stages} ranks of stages of {value}"
+    reading.found["train.plan.pp_schedule"] = "interleaved_1f1b"
+    reading.found["train.plan.pp_stages_per_rank"] = layers // stages // value
+    return TRANSLATED, f"train.plan.pp_schedule=interleaved_1f1b, pp_stages_per_rank={layers // stages // value}"
+
+
+def _virtual_size(reading: Reading, value: int) -> Outcome:
+    if value == 1 or reading.number("pipeline_model_parallel_size", 1) <= 1:
+        return NOT_NEEDED, "stages are not interleaved"
+    reading.found["train.plan.pp_schedule"] = "interleaved_1f1b"
+    reading.found["train.plan.pp_stages_per_rank"] = value
+    return TRANSLATED, f"train.plan.pp_schedule=interleaved_1f1b, pp_stages_per_rank={value}"
+
+
+def _decay_style(reading: Reading, value: str) -> Outcome:
+    if value in ("inverse-square-root", "WSD"):
+        return REFUSED, f"{value} is not there; use linear, cosine or constant, or a Python config"
+    reading.found["schedule.shape"] = value
+    return TRANSLATED, f"scheduler.shape={value}"
+
+
+def _samples(target: str) -> Rule:
+    def act(reading: Reading, value: int) -> Outcome:
+        size = reading.number("global_batch_size", 0)
+        if not size:
+            return REFUSED, "samples become steps by --global-batch-size, which is not given; set it, as KEY=VALUE"
+        reading.found[target] = max(1, int(value // size)) if value else 0
+        return TRANSLATED, f"{target}={reading.found[target]} ({value} samples / {size:.0f} a step)"
+
+    return Rule(int, act)
+
+
+def _sharding(reading: Reading, value: str) -> Outcome:
+    level = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}[value]
+    reading.found["train.plan.zero"] = level
+    return TRANSLATED, f"train.plan.zero={level}"
+
+
+def _optimizer(reading: Reading, value: str) -> Outcome:
+    reading.found["optimizer._target_"] = {"adam": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}[value]
+    return TRANSLATED, f"optimizer is {reading.found['optimizer._target_']}"
+
+
+_RAN_ONLY = "parameters in layers' own kernels; PyTorch's, or the model's, are used here"
+_ARCHITECTURE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups "
+    "max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved "
+    "rotary_seq_len_interpolation_factor rotary_scaling_factor use_rotary_position_embeddings use_rope_scaling "
+    "make_vocab_size_divisible_by normalization norm_epsilon layernorm_epsilon apply_layernorm_1p swiglu squared_relu "
+    "quick_geglu geglu openai_gelu untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias qk_layernorm "
+    "attention_dropout hidden_dropout init_method_std init_method_xavier_uniform vocab_size padded_vocab_size "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim "
+    "mtp_num_layers mtp_loss_scaling_factor glu_linear_offset activation_func_clamp_value softmax_type window_size "
+    "window_attn_skip_freq transformer_impl use_mcore_models spec attention_softmax_in_fp32 use_checkpoint_args "
+    "apply_residual_connection_post_layernorm model_type encoder_num_layers decoder_num_layers img_h img_w patch_dim "
+    "no_position_embedding use_flash_attn attention_backend export_force_local_attention use_cpu_initialization "
+    "init_model_with_meta_device no_rope_fusion no_masked_softmax_fusion no_bias_gelu_fusion no_bias_swiglu_fusion "
+    "no_bias_dropout_fusion no_persist_layer_norm cross_entropy_loss_fusion cross_entropy_fusion_impl "
+    "enable_experimental qk_nope_head_dim qk_rope_head_dim use_llama2_rotary_position_embeddings rope_type"
+)
+_MACHINE = (
+    "nnodes nproc_per_node node_rank master_addr master_port rdzv_endpoint rdzv_id rdzv_backend local_rank job_name "
+    "partition account nodes ntasks_per_node gpus_per_node gres time exclusive dependency output error container_image "
+    "container_mounts container_workdir no_container_mount_home mpi kill_on_bad_exit wait requeue parsable pty export "
+    "distributed_backend distributed_timeout_minutes no_sync termination_id cpus_per_task mem signal"
+)
+_SAVING = (
+    "save load auto_detect_ckpt_format ckpt_format dist_ckpt_strictness exit_on_missing_checkpoint finetune "
+    "no_load_optim no_load_rng no_save_optim no_save_rng pretrained_checkpoint async_save use_dist_ckpt "
+    "non_persistent_save_interval ckpt_fully_parallel_load ckpt_fully_parallel_save exit_interval exit_signal_handler"
+)
+_PASSIVE = (
+    "overlap_grad_reduce overlap_param_gather no_async_tensor_model_parallel_allreduce no_gradient_accumulation_fusion "
+    "tp_comm_overlap align_grad_reduce accumulate_allreduce_grads_in_fp32 fsdp_double_buffer use_nccl_ub manual_gc "
+    "manual_gc_interval no_check_for_nan_in_loss_and_grad deterministic_mode use_custom_fsdp "
+    "overlap_p2p_communication defer_embedding_wgrad_compute empty_unused_memory_level use_tp_pp_dp_mapping "
+    "no_create_attention_mask_in_dataloader no_mmap_bin_files check_weight_hash_across_dp_replicas_interval "
+    "ddp_bucket_size ddp_num_buckets ddp_average_in_collective num_distributed_optimizer_instances "
+    "disable_bf16_reduced_precision_matmul high_priority_stream_groups"
+)
+_LOGGING = (
+    "log_throughput log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_memory_to_tensorboard "
+    "log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard log_learning_rate_to_tensorboard "
+    "log_loss_scale_to_tensorboard log_world_size_to_tensorboard log_progress logging_level timing_log_level "
+    "timing_log_option tensorboard_dir tensorboard_log_interval tensorboard_queue_size wandb_project wandb_exp_name "
+    "wandb_save_dir wandb_entity moe_per_layer_logging log_straggler"
+)
+_INPUT = (
+    "data_path train_data_path valid_data_path test_data_path data_cache_path split data_args_path tokenizer_type "
+    "tokenizer_model tokenizer_name_or_path vocab_file merge_file vocab_extra_ids extra_vocab_size mock_data dataset "
+    "dataloader_type num_dataset_builder_threads reset_position_ids reset_attention_mask eod_mask_loss "
+    "legacy_tokenizer tiktoken_pattern no_use_tokenizer_model_from_checkpoint_args trust_remote_code "
+    "max_padding_length patch_tokenizer_type"
+)
+_TOOLS = "sample cpuctxsw trace capture_range capture_range_end cuda_graph_trace cuda_memory_usage force_overwrite"
+
+TABLE: Table = {
+    "tensor_model_parallel_size": _ranks("tp"),
+    "pipeline_model_parallel_size": _ranks("pp"),
+    "context_parallel_size": _ranks("cp"),
+    "cp_comm_type": unneeded("context parallelism finds its own way", str),
+    "num_layers_per_virtual_pipeline_stage": Rule(int, _virtual),
+    "virtual_pipeline_model_parallel_size": Rule(int, _virtual_size),
+    "num_virtual_stages_per_pipeline_rank": Rule(int, _virtual_size),
+    **each(
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
+    ),
+    **each(
+        "expert_model_parallel_size expert_tensor_parallel_size",
+        refused("layers of experts are not sharded apart; set it to 1", int, (1,)),
+    ),
+    "sequence_parallel": _flag("train.plan.sequence_parallel", True),
+    "use_distributed_optimizer": _flag("train.plan.zero", 1),
+    "use_torch_fsdp2": _flag("train.plan.zero", 3),
+    "use_megatron_fsdp": _flag("train.plan.zero", 3),
+    "data_parallel_sharding_strategy": Rule(("no_shard", "optim", "optim_grads", "optim_grads_params"), _sharding),
+    "micro_batch_size": to("batch.micro", int),
+    "global_batch_size": to("batch.global", int),
+    "rampup_batch_size": refused("batches have one size throughout"),
+    "train_iters": to("train.steps", int),
+    "train_samples": _samples("train.steps"),
+    "seq_length": to("text.context_length", int),
+    "seed": to("train.seed", int),
+    "lr": to("optimizer.lr", float),
+    "min_lr": to("schedule.min_lr", float),
+    "lr_decay_style": Rule(("constant", "linear", "cosine", "inverse-square-root", "WSD"), _decay_style),
+    "lr_decay_iters": to("schedule.total", int),
+    "lr_decay_samples": _samples("schedule.total"),
+    "lr_warmup_iters": to("schedule.warmup", int),
+    "lr_warmup_samples": _samples("schedule.warmup"),
+    "lr_warmup_fraction": to("schedule.warmup_ratio", float),
+    "lr_warmup_init": to("schedule.start_lr", float),
+    "override_opt_param_scheduler": unneeded("a resumed run goes by its own config"),
+    "use_checkpoint_opt_param_scheduler": unneeded("a resumed run goes by its own config"),
+    "optimizer": Rule(("adam", "sgd"), _optimizer),
+    "adam_beta1": _betas(0),
+    "adam_beta2": _betas(1),
+    "adam_eps": to("optimizer.eps", float),
+    "weight_decay": to("optimizer.weight_decay", float),
+    "clip_grad": to("train.plan.clip_grad_norm", float, lambda value: value or None),
+    **each(
+        "start_weight_decay end_weight_decay weight_decay_incr_style", refused("decay is constant", None, ("constant",))
+    ),
+    "bf16": _flag("train.plan.precision", "bf16"),
+    "fp16": _flag("train.plan.precision", "fp16"),
+    **each("fp8_format fp8_hybrid fp4_format", refused("fp8 is not there; bf16 is: take --fp8-format out")),
+    **each(
+        "fp8_amax_compute_algo fp8_amax_history_len fp8_param_gather fp8_recipe fp8_margin fp8_interval",
+        unneeded("it says how fp8 works"),
+    ),
+    "loss_scale": refused("losses are scaled dynamically under fp16"),
+    **each(
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis", different("the scale adapts by itself", float)
+    ),
+    "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
+    "recompute_activations": _flag("train.plan.recompute", "selective"),
+    "recompute_method": different("every block is recomputed", str),
+    "recompute_num_layers": different("every block is recomputed by itself", int),
+    "recompute_modules": different("selective keeps products of matrices and attention of every block"),
+    "checkpoint_activations": _flag("train.plan.recompute", "full"),
+    "distribute_saved_activations": different("train.plan.sequence_parallel splits what is kept"),
+    "cpu_offloading_num_layers": refused("train.plan.offload.activations=cpu moves those of all blocks"),
+    "optimizer_cpu_offload": _flag("train.plan.offload", {"optimizer": "cpu", "gradients": "cpu"}),
+    "optimizer_offload_fraction": different("all states are offloaded; offload.host_memory bounds it", float),
+    "grad_reduce_in_bf16": _flag("train.plan.reduce_dtype", "bf16"),
+    "megatron_fsdp_grad_comm_dtype": Rule(
+        ("bf16", "fp32", "auto"), lambda r, v: to("train.plan.reduce_dtype", None).act(r, v if v == "bf16" else None)
+    ),
+    "megatron_fsdp_main_grads_dtype": different("gradients are kept as reduce_dtype says", str),
+    "calculate_per_token_loss": different("a loss_fn that returns (sum, count) is weighed by tokens", _FLAG),
+    "eval_interval": to("train.eval_every", int),
+    "eval_iters": to("train.eval_batches", int, lambda value: value or None),
+    "save_interval": to("train.save_every", int),
+    "log_interval": to("train.log_every", int),
+    "num_workers": to("train.num_workers", int),
+    **each("exit_duration_in_mins", different("the batch system's signal ends a run after its step, saved")),
+    **each(
+        "profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler",
+        different("train.profile=10-12"),
+    ),
+    **each(
+        "cuda_graph_impl enable_cuda_graph external_cuda_graph",
+        refused("CUDA graphs are not there", None, (False, "none")),
+    ),
+    **each("num_experts moe_*", different(MODEL)),
+    **each(_ARCHITECTURE, different(MODEL)),
+    **each(_INPUT, different(DATA)),
+    **each(_LOGGING, different(LOGS)),
+    **each(_SAVING, different("train.output_dir, train.save_every and --resume say what is kept and read")),
+    **each(_MACHINE, different("the start says it: 'tensorshard train' or torchrun")),
+    **each(_PASSIVE, unneeded("it tunes Megatron's own way of working; results are exact without it")),
+    **each(_TOOLS, unneeded("it belongs to another program of the script, such as nsys")),
+    **each("inference_*", unneeded("it is for generation; 'tensorshard generate' has its own options")),
+    "rlhf_*": refused("reinforcement learning is not there"),
+}
+
+
+def read(reading: Reading) -> None:
+    """Follows Megatron's table, and writes its defaults out. Names may be written as on a command line."""
+    lost = "the value comes from a variable that the script does not set; give it, as NAME=VALUE"
+    for key, value in list(reading.values.items()):
+        if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?", value):
+            reading.values[key] = float(value) if re.search(r"[.eE]", value) else int(value)
+        if isinstance(value, str) and "$" in value:
+            rule = next((r for k, r in TABLE.items() if k == key), None)
+            if rule is not None and rule.kind is not None and rule.kind is not str:
+                reading.add(key, value, REFUSED, lost)
+                del reading.values[key]
+    follow(TABLE, reading, "Megatron")
+    imply(reading)
+
+
+def imply(reading: Reading) -> None:
+    """Writes Megatron's defaults out."""
+    found = reading.found
+    if "data_parallel_sharding_strategy" in reading.values and not _on(reading.values.get("use_megatron_fsdp")):
+        reading.add("use_megatron_fsdp", "(implied)", DIFFERENT, "the sharding strategy is followed without this flag")
+    reading.imply("use_distributed_optimizer", "train.plan.zero", 0)
+    reading.imply("clip_grad", "train.plan.clip_grad_norm", 1.0)
+    reading.imply("optimizer", "optimizer._target_", "torch.optim.AdamW")
+    for name, value in (("betas", [0.9, 0.999]), ("eps", 1e-8), ("weight_decay", 0.01)):
+        reading.imply(name, f"optimizer.{name}", value)
+    reading.add(
+        "weight_decay of biases and norms",
+        "(implied)",
+        DIFFERENT,
+        "Megatron decays matrices alone; here all, unless the config's optimizer has groups",
+    )
+    reading.imply("lr_decay_style", "schedule.shape", "linear")
+    found.setdefault("optimizer.lr", "???")
+    if found["optimizer.lr"] == "???":
+        reading.add("lr", "(implied)", DIFFERENT, "there is no rate; set optimizer.lr")
+        found.pop("schedule.min_lr", None)
+        found.pop("schedule.start_lr", None)
+
+
+_ASSIGN = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)$")
+
+
+def arguments(text: str, given: dict[str, str]) -> dict[str, Any]:
+    """The arguments of a launch script, with its variables and arrays followed.
+
+    Args:
+        text: the script. given: variables that are set from outside; they win.
+    """
+    text = re.sub(r"\\\r?\n", " ", text)
+    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
+    text = re.sub(r"\(([^()]*)\)", lambda match: "(" + match[1].replace("\n", " ") + ")", text)
+    variables: dict[str, str] = {}
+    for line in _joined(text):
+        match = _ASSIGN.match(line)
+        if match:
+            name, more, value = match.groups()
+            value = value.strip()
+            if len(value) > 1 and value[0] + value[-1] in ("()", "''", '""'):
+                value = value[1:-1]
+            value = expand(value, variables, name)
+            variables[name] = given.get(name, f"{variables.get(name, '')} {value}" if more else value)
+    variables.update(given)
+    words: list[str] = []
+    for line in _joined(text):
+        if not _ASSIGN.match(line) and ("--" in line or "$" in line):
+            words += _split(expand(line, variables))
+    used = "\n".join(words)
+    if "--" not in used:
+        words = [word for value in variables.values() for word in _split(value)]
+    return pairs(words)
+
+
+def _joined(text: str) -> list[str]:
+    """Lines, those within double quotes joined."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and lines[-1].count('"') % 2:
+            lines[-1] += " " + line
+        else:
+            lines.append(line)
+    return lines
+
+
+def expand(text: str, variables: dict[str, str], own: str = "") -> str:
+    """`text` with known variables replaced, defaults ``${A:-1}`` taken, and ``$((...))`` of whole numbers reckoned."""
+    for _ in range(8):
+        before = text
+        text = re.sub(
+            r"\$\{(\w+)(?::?-([^{}]*))?(?:\[[@*]\])?\}",
+            lambda m: variables.get(m[1], m[2] if m[2] is not None else m[0]),
+            text,
+        )
+        text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: variables.get(m[1], m[0]), text)
+        text = re.sub(
+            r"\$\(\([^()]*\)\)",
+            lambda m: re.sub(r"(?<![\w$])[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), m[0]),
+            text,
+        )
+        text = re.sub(r"\$\(\(([\d\s+*/%-]+)\)\)", lambda m: _reckoned(m[1]) or m[0], text)
+        if text == before or len(text) > 100_000:
+            break
+    return text
+
+
+def _reckoned(text: str) -> str | None:
+    """The value of a sum or product of whole numbers, from left to right within one kind of operator."""
+    terms = re.findall(r"\d+|[+*/%-]", text)
+    kinds = set(terms[1::2])
+    if not terms or not terms[0].isdigit() or (kinds & set("+-") and kinds & set("*/%")):
+        return None
+    value = int(terms[0])
+    for operator, term in zip(terms[1::2], terms[2::2], strict=False):
+        if not term.isdigit() or (operator in "/%" and int(term) == 0):
+            return None
+        number = int(term)
+        value = {"+": value + number, "-": value - number, "*": value * number}.get(operator) or (
+            value // max(1, number) if operator == "/" else value % max(1, number) if operator == "%" else 0
+        )
+    return str(value)
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=False)
+    except ValueError:
+        return text.split()
+
+
+def pairs(words: Any) -> dict[str, Any]:
+    """Arguments by name, with ``_`` for ``-``, from words, or from pairs of a name and a value."""
+    found: dict[str, Any] = {}
+    if words and isinstance(words[0], list | tuple):
+        for name, value in words:
+            found[_name(str(name))] = value
+        return found
+    name = None
+    for word in map(str, words):
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word.partition("=")
+            name = _name(name)
+            found[name] = value if equals else ""
+        elif name is not None and word not in ("\\", "|", "&&", ";"):
+            found[name] = f"{found[name]} {word}".strip()
+    return found
+
+
+def _name(word: str) -> str:
+    return word.lstrip("-").replace("-", "_")

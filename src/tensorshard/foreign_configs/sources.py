@@ -1,0 +1,241 @@
+"""The sources: reads a file, finds out whose config it is, and follows that program's table."""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorshard.common.paths import read_utf8
+from tensorshard.foreign_configs import accelerate, deepspeed, megatron, others, torchtitan, trainers
+from tensorshard.foreign_configs.ledger import REFUSED, Reading, flat, follow, refused
+from tensorshard.foreign_configs.outcome import Ledger, finish
+
+Read = Callable[[Reading], None]
+
+SOURCES: dict[str, Read] = {
+    "deepspeed": deepspeed.read,
+    "accelerate": accelerate.read,
+    "fsdp": accelerate.read_fsdp,
+    "megatron": megatron.read,
+    "torchtitan": torchtitan.read,
+    "libai": lambda reading: others.read(reading, others.LIBAI, "LiBai"),
+    "paddle": lambda reading: others.read(reading, others.PADDLE, "Paddle"),
+    "axolotl": lambda reading: trainers.read(reading, trainers.AXOLOTL, "axolotl", "cosine"),
+    "llama-factory": lambda reading: trainers.read(reading, trainers.LLAMA_FACTORY, "LLaMA-Factory", "linear"),
+    "lightning": lambda reading: others.read(reading, others.LIGHTNING, "Lightning"),
+    "nemo": lambda reading: others.read(reading, others.NEMO, "NeMo"),
+}
+"""The programs whose configs are read."""
+
+# Keys that only the config of this program has; the first program with one of them is it.
+_SIGNS = (
+    ("verl", "actor_rollout_ref"),
+    ("veomni", "model.model_path&train.accelerator veomni model.config_path&data.train_path train.data_parallel_mode"),
+    ("automodel", "recipe&step_scheduler step_scheduler recipe_args&distributed recipe&distributed"),
+    ("torchtune", "tokenizer._component_ model._component_"),
+    ("nanotron", "general.project&parallelism model.model_config&tokens data_stages&parallelism"),
+    ("picotron", "distributed.tp_size&distributed.pp_engine"),
+    ("litgpt", "checkpoint_dir&train.micro_batch_size out_dir&train.micro_batch_size"),
+    ("llm-foundry", "max_duration&train_loader device_train_microbatch_size"),
+    (
+        "arctic",
+        "micro_batch_size&data.sources micro_batch_size&deepspeed&model.name_or_path type&micro_batch_size&data",
+    ),
+    ("deepspeed", "zero_optimization train_micro_batch_size_per_gpu&bf16 train_batch_size&fp16"),
+    ("accelerate", "compute_environment distributed_type"),
+    ("torchtitan", "job.dump_folder parallelism.tensor_parallel_degree training.local_batch_size model.flavor"),
+    ("paddle", "Global Engine Distributed Optimizer.name"),
+    ("libai", "train.train_micro_batch_size train.dist"),
+    (
+        "nemo",
+        "exp_manager model.tensor_model_parallel_size exp_manager&model.global_batch_size strategy._target_&trainer",
+    ),
+    ("axolotl", "base_model micro_batch_size&sequence_len datasets&adapter"),
+    ("llama-factory", "finetuning_type template&dataset cutoff_len stage&model_name_or_path dist_config model_class"),
+    (
+        "lightning",
+        "trainer.devices trainer.max_epochs trainer.accelerator trainer.max_steps accelerator&devices trainer",
+    ),
+    ("fsdp", "sharding_strategy fsdp_sharding_strategy fsdp_version reshard_after_forward fsdp_offload_params"),
+    ("deepspeed", "train_micro_batch_size_per_gpu train_batch_size bf16.enabled fp16.enabled"),
+    ("megatron", "tensor_model_parallel_size micro_batch_size&global_batch_size num_layers&hidden_size"),
+)
+_GPT_NEOX = ("pipe_parallel_size", "model_parallel_size", "pipe-parallel-size", "model-parallel-size")
+
+
+def guess(values: Mapping[str, Any]) -> str | None:
+    """Whose config has these keys: one of ``SOURCES``, a program that is refused by name, or None."""
+    parts = {".".join(key.split(".")[:depth]) for key in values for depth in range(1, key.count(".") + 2)}
+    if any(key in parts for key in _GPT_NEOX):
+        return "gpt-neox"
+    for program, signs in _SIGNS:
+        if any(all(key in parts for key in sign.split("&")) for sign in signs.split()):
+            return program
+    return None
+
+
+def read_config(
+    source: str | None,
+    config: Any,
+    *,
+    world_size: int | None = None,
+    given: Mapping[str, Any] | None = None,
+    without: Sequence[str] = (),
+    where: str = "the config",
+) -> Ledger:
+    """Reads a config of another program.
+
+    Args:
+        source: one of ``SOURCES``; None to guess.
+        config: nested mappings; for Megatron also a list of words, or of pairs of a name and a value.
+        world_size: for how many processes; None if that is not known.
+        given: dotted keys that replace what the config says.
+        without: dotted keys to leave out, with all below them.
+        where: what to call the config in errors.
+
+    Raises:
+        ValueError: the source is unknown, or the config is no mapping.
+    """
+    if source is not None and source not in SOURCES and source not in others.REFUSED_PROGRAMS:
+        near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"there is no source {source!r}; {hint}(the sources: {', '.join(SOURCES)})")
+    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
+        raise ValueError(f"world_size is {world_size!r}; it must be the number of processes, 1 or more")
+    if isinstance(config, list | tuple):
+        config = megatron.pairs(config)
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{where} holds {type(config).__name__}, but a config is a mapping of keys to values")
+    values = {".".join(path): value for path, value in flat(config) if path}
+    values.update(given or {})
+    values = {key: _followed(value, values) for key, value in values.items()}
+    if source == "megatron":
+        values = {key.strip("-").replace("-", "_"): value for key, value in values.items()}
+    left_out = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in without)]
+    missing = [name for name in without if not any(k == name or k.startswith(f"{name}.") for k in left_out)]
+    if missing:
+        near = difflib.get_close_matches(missing[0], values, n=1, cutoff=0.3)
+        raise ValueError(f"{missing[0]!r} is to be left out, but the config has no such key; {near[:1] or ''}")
+    reading = Reading({key: value for key, value in values.items() if key not in left_out}, world_size)
+    for key in left_out:
+        reading.add(key, values[key], "not needed", "it was left out, as asked")
+    program = source or guess(reading.values)
+    if program is None:
+        raise ValueError(
+            f"{where} is like no config that is known; name its program with --from ({', '.join(SOURCES)}), or, from "
+            f"Python, by Plan.from_deepspeed and its siblings"
+        )
+    if program in others.REFUSED_PROGRAMS:
+        follow({"**": refused(others.REFUSED_PROGRAMS[program], None, ())}, reading, program)
+        for index, entry in enumerate(reading.entries):
+            if entry.verdict != REFUSED and entry.key not in left_out:
+                reading.entries[index] = type(entry)(entry.key, entry.value, REFUSED, others.REFUSED_PROGRAMS[program])
+        return Ledger(program, tuple(reading.entries), {}, world_size)
+    SOURCES[program](reading)
+    return finish(reading, program)
+
+
+def _followed(value: Any, values: Mapping[str, Any]) -> Any:
+    """`value`, or what it refers to as a whole: ``${a.b}``, as OmegaConf writes it."""
+    for _ in range(8):
+        match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+        if match is None or match[1] not in values:
+            return value
+        value = values[match[1]]
+    return value
+
+
+def read_file(
+    path: Path,
+    source: str | None = None,
+    *,
+    world_size: int | None = None,
+    given: Mapping[str, Any] | None = None,
+    without: Sequence[str] = (),
+) -> Ledger:
+    """Reads a file: JSON, YAML or TOML by its suffix, anything else as a launch script of Megatron.
+
+    Arguments and errors are those of :func:`read_config`. A DeepSpeed JSON, or a config that this one builds on, is
+    read if it is where the file says, seen from the file's folder, a folder above it, or the working directory.
+    """
+    given = dict(given or {})
+    text = read_utf8(path)
+    config = _parsed(path, text, given)
+    if source is None and path.suffix not in (".json", ".yaml", ".yml", ".toml"):
+        source = "megatron"
+    if isinstance(config, Mapping):
+        config = _with_bases(config, path)
+        config = _with_pointed(config, path)
+        given = {
+            key: value for key, value in given.items() if source != "megatron" or key in _keys(config) or "_" in key
+        }
+    return read_config(source, config, world_size=world_size, given=given, without=without, where=str(path))
+
+
+def _keys(config: Mapping[str, Any]) -> set[str]:
+    return {".".join(path) for path, _ in flat(config)}
+
+
+def _parsed(path: Path, text: str, given: dict[str, Any]) -> Any:
+    import yaml
+
+    try:
+        if path.suffix == ".json":
+            return json.loads(text)
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        if path.suffix in (".yaml", ".yml"):
+            return yaml.safe_load(text) or {}
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from error
+    variables = {key: str(given.pop(key)) for key in list(given) if re.search(rf"\b{re.escape(key)}\b", text) and
+                 re.search(rf"\$\{{?{re.escape(key)}\b", text)}  # fmt: skip
+    return megatron.arguments(text, variables)
+
+
+def _found(name: Any, beside: Path) -> Path | None:
+    """The file that `name` means, seen from the config `beside`, the folders above it, or here."""
+    if not isinstance(name, str) or not name:
+        return None
+    for folder in (beside.resolve().parent, *beside.resolve().parents[1:4], Path()):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def _with_bases(config: Mapping[str, Any], path: Path, depth: int = 0) -> dict[str, Any]:
+    base = _found(config.get("_base_"), path)
+    if base is None or depth > 8:
+        return dict(config)
+    below = _parsed(base, read_utf8(base), {})
+    if not isinstance(below, Mapping):
+        return dict(config)
+    return _merged(_with_bases(below, base, depth + 1), {key: v for key, v in config.items() if key != "_base_"})
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _with_pointed(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`config` with the DeepSpeed file that it names in its place."""
+    for names in (("deepspeed",), ("deepspeed_config", "deepspeed_config_file"), ("dist_config", "config_file")):
+        group: Any = config
+        for name in names[:-1]:
+            group = group.get(name) if isinstance(group, Mapping) else None
+        pointed = _found(group.get(names[-1]), path) if isinstance(group, Mapping) else None
+        if pointed is not None and isinstance(inner := _parsed(pointed, read_utf8(pointed), {}), Mapping):
+            if len(names) == 2 and names[0] != "deepspeed_config":
+                config = {**config, "deepspeed": inner, names[0]: {**group, names[-1]: None}}
+            elif len(names) == 2:
+                config = {**config, names[0]: {**group, names[-1]: inner}}
+            else:
+                config = {**config, names[0]: inner}
+    return config

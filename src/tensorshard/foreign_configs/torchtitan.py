@@ -1,0 +1,240 @@
+"""torchtitan's TOML.
+
+The table is of the keys that these files commonly have. It was not compared with a release of torchtitan; a key that it
+lacks is refused by name.
+"""
+
+from typing import Any
+
+from tensorshard.foreign_configs.ledger import (
+    REFUSED,
+    TRANSLATED,
+    Outcome,
+    Reading,
+    Rule,
+    Table,
+    different,
+    each,
+    follow,
+    only_if,
+    refused,
+    to,
+    unneeded,
+)
+
+_SCHEDULES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "LoopedBFS": "looped_bfs",
+    "InterleavedZeroBubble": "interleaved_zero_bubble",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+MODEL = "the model is yours: train MODEL.py's, or model.pretrained=DIR; this key says how theirs is built"
+DATA = "the data is yours: data.train, or text.files for the shipped dataset"
+LOGS = "metrics go to metrics.jsonl; train.loggers names tensorboard, wandb or mlflow"
+
+
+def _degree(axis: str) -> Rule:
+    return to(f"train.plan.{axis}", int)
+
+
+def _schedule(reading: Reading, value: str) -> Outcome:
+    if reading.number("parallelism.pipeline_parallel_degree", 1) <= 1:
+        return "not needed", "there is no pipeline"
+    reading.found["train.plan.pp_schedule"] = _SCHEDULES[value]
+    return TRANSLATED, f"train.plan.pp_schedule={_SCHEDULES[value]}"
+
+
+def _compile(reading: Reading, value: bool) -> Outcome:
+    parts = reading.get("compile.components", ["model", "loss"])
+    reading.found["train.plan.compile"] = value and "model" in parts
+    return TRANSLATED, f"train.plan.compile={reading.found['train.plan.compile']}"
+
+
+def _optimizer(reading: Reading, value: str) -> Outcome:
+    reading.found["optimizer._target_"] = f"torch.optim.{value}"
+    return TRANSLATED, f"optimizer is torch.optim.{value}"
+
+
+def _decay(reading: Reading, value: str) -> Outcome:
+    reading.found["schedule.shape"] = value
+    return TRANSLATED, f"scheduler.shape={value}"
+
+
+def _betas(index: int) -> Rule:
+    def act(reading: Reading, value: float) -> Outcome:
+        betas = list(reading.found.get("optimizer.betas", (0.9, 0.95)))
+        betas[index] = value
+        reading.found["optimizer.betas"] = betas
+        return TRANSLATED, f"optimizer.betas={betas}"
+
+    return Rule(float, act)
+
+
+def _dtype(name: str, fits: tuple[str, ...]) -> Rule:
+    def act(reading: Reading, value: str) -> Outcome:
+        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
+        if name == "param":
+            reading.found["train.plan.precision"] = short
+            return TRANSLATED, f"train.plan.precision={short}"
+        reading.found["train.plan.reduce_dtype"] = None if short == "fp32" else short
+        return TRANSLATED, f"train.plan.reduce_dtype={reading.found['train.plan.reduce_dtype']}"
+
+    return Rule(fits, act)
+
+
+def _reshard(reading: Reading, value: str) -> Outcome:
+    level = 2 if value == "never" else 3
+    reading.found["train.plan.zero"] = level
+    return TRANSLATED, f"train.plan.zero={level}"
+
+
+def _validation(rule: Rule) -> Rule:
+    return only_if("validation.enable", rule, "validation is off")
+
+
+_HALF = ("float32", "bfloat16")
+TABLE: Table = {
+    "parallelism.data_parallel_replicate_degree": _degree("dp_replicate"),
+    "parallelism.data_parallel_shard_degree": _degree("dp_shard"),
+    "parallelism.tensor_parallel_degree": _degree("tp"),
+    "parallelism.pipeline_parallel_degree": _degree("pp"),
+    "parallelism.context_parallel_degree": _degree("cp"),
+    "parallelism.pipeline_parallel_schedule": Rule(tuple(_SCHEDULES), _schedule),
+    "parallelism.pipeline_parallel_microbatch_size": different("train.plan.micro_batches says how many there are", int),
+    "parallelism.pipeline_parallel_split_points": different("train.plan.pp_split names the modules that start a stage"),
+    "parallelism.pipeline_parallel_layers_per_stage": different("train.plan.pp_stages_per_rank says how many", int),
+    **each(
+        "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
+        "pipeline_parallel_schedule_csv pipeline_parallel_expert_parallel_overlap",
+        different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
+        "parallelism.",
+    ),
+    "parallelism.fsdp_reshard_after_forward": Rule(("default", "always", "never"), _reshard),
+    "parallelism.enable_async_tensor_parallel": refused(
+        "collectives of split layers are not fused with products", bool
+    ),
+    "parallelism.disable_loss_parallel": different("losses of split logits are always exact", bool),
+    "parallelism.context_parallel_rotate_method": unneeded("context parallelism finds its own way", str),
+    "parallelism.enable_compiled_autograd": refused("train.plan.compile compiles blocks", bool),
+    **each(
+        "expert_parallel_degree expert_tensor_parallel_degree expert_parallel_comm_backend expert_parallel_a2a_impl",
+        refused("layers of experts are not sharded apart; set it to 1", None, (1, "standard", "default")),
+        "parallelism.",
+    ),
+    "training.local_batch_size": to("batch.micro", int),
+    "training.global_batch_size": to("batch.global", int, lambda value: value if value > 0 else None),
+    "training.steps": to("train.steps", int),
+    "training.max_norm": to("train.plan.clip_grad_norm", float),
+    "training.seq_len": to("text.context_length", int),
+    "training.mixed_precision_param": _dtype("param", _HALF),
+    "training.mixed_precision_reduce": _dtype("reduce", _HALF),
+    "training.dtype": refused("master weights are always fp32", str, ("float32",)),
+    "training.enable_cpu_offload": Rule(
+        bool,
+        lambda r, v: to("train.plan.offload", None).act(
+            r, {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"} if v else None
+        ),
+    ),
+    "training.seed": to("train.seed", int),
+    **each("training.dataset training.dataset_path training.dataset_name", different(DATA)),
+    **each("training.img_size training.classifier_free_guidance_prob training.dataloader.**", different(DATA)),
+    "training.deterministic": different("call torch.use_deterministic_algorithms(True) in the config", bool),
+    **each("training.gc_freq training.gc_debug", unneeded("garbage is collected between steps as Python does")),
+    "optimizer.name": Rule(("Adam", "AdamW"), _optimizer),
+    "optimizer.lr": to("optimizer.lr", float),
+    "optimizer.eps": to("optimizer.eps", float),
+    "optimizer.beta1": _betas(0),
+    "optimizer.beta2": _betas(1),
+    "optimizer.weight_decay": to("optimizer.weight_decay", float),
+    "optimizer.implementation": unneeded("torch's fused update is used where it can be", str),
+    "optimizer.early_step_in_backward": refused("updates come after the whole gradient, whose norm is clipped", bool),
+    "lr_scheduler.warmup_steps": to("schedule.warmup", int),
+    "lr_scheduler.decay_ratio": to("schedule.decay_ratio", float),
+    "lr_scheduler.decay_type": Rule(("linear", "sqrt", "cosine"), _decay),
+    "lr_scheduler.min_lr_factor": to("schedule.min_ratio", float),
+    "lr_scheduler.total_steps": to("schedule.total", int),
+    "activation_checkpoint.mode": Rule(
+        ("none", "selective", "full", "memory_budget"),
+        lambda r, v: (
+            (REFUSED, "a budget is not there; 'tensorshard plan' finds what to recompute for a memory")
+            if v == "memory_budget"
+            else to("train.plan.recompute", None).act(r, v)
+        ),
+    ),
+    "activation_checkpoint.selective_ac_option": different(
+        "selective keeps products of matrices and attention of every block, as theirs does with 'op'", str
+    ),
+    **each("activation_checkpoint.*", different("selective keeps products of matrices and attention")),
+    "compile.enable": Rule(bool, _compile),
+    "compile.components": unneeded("it is settled by compile.enable's line", list),
+    "compile.backend": refused("blocks are compiled with inductor", str, ("inductor",)),
+    **each(
+        "checkpoint.enable checkpoint.enable_checkpoint", different("train.save_every=0 saves at the end alone", bool)
+    ),
+    "checkpoint.interval": only_if("checkpoint.enable", to("train.save_every", int), "checkpoints are off"),
+    "checkpoint.async_mode": Rule(
+        ("disabled", "async", "async_with_pinned_mem"),
+        lambda r, v: to("train.save_in_background", None).act(r, v != "disabled"),
+    ),
+    "checkpoint.keep_latest_k": to("train.keep_checkpoints", int),
+    "checkpoint.export_dtype": different("'tensorshard export' sets the type of a copy", str),
+    "checkpoint.last_save_model_only": different(
+        "the last checkpoint is whole; 'tensorshard export' writes weights", bool
+    ),
+    **each("checkpoint.*", different("train.output_dir is the run's directory; --resume takes up a checkpoint")),
+    **each("job.description job.print_config job.config_file", unneeded("it is a remark, or says what is printed")),
+    "job.dump_folder": different("train.output_dir is the run's directory, runs/NAME-N by default", str),
+    "job.custom_config_module": different(MODEL, str),
+    **each(
+        "model.name model.flavor model.tokenizer_path model.hf_assets_path model.print_after_conversion",
+        different(MODEL),
+    ),
+    **each("model.converters", refused("fp8 and other converters are not there; take them out", list)),
+    **each("quantize.**", unneeded("it says how model.converters work")),
+    **each("float8.**", unneeded("it says how model.converters work")),
+    **each("encoder.** experimental.**", different(MODEL)),
+    "metrics.log_freq": to("train.log_every", int),
+    **each("metrics.*", different(LOGS)),
+    **each("profiling.** memory_estimation.**", different("train.profile=10-12 and train.profile_memory write them")),
+    "comm.train_timeout_seconds": different("--timeout at the start, and train.watchdog", int),
+    **each("comm.*", different("--timeout at the start, and train.watchdog")),
+    **each("fault_tolerance.enable", refused("use --max-restarts: ranks start again from the last checkpoint", bool)),
+    **each("fault_tolerance.*", unneeded("it says how fault_tolerance.enable works")),
+    "validation.enable": different("data.validation is evaluated every train.eval_every steps", bool),
+    "validation.freq": _validation(to("train.eval_every", int)),
+    "validation.steps": _validation(to("train.eval_batches", int)),
+    **each("validation.**", different("data.validation is evaluated every train.eval_every steps")),
+    **each("debug.seed", to("train.seed", int)),
+    **each("debug.*", different("call torch.use_deterministic_algorithms(True) in the config")),
+}
+
+
+def read(reading: Reading) -> None:
+    """Follows torchtitan's table, and writes its defaults out."""
+    follow(TABLE, reading, "torchtitan")
+    found: dict[str, Any] = reading.found
+    if found.get("batch.global") is None:
+        found.pop("batch.global", None)
+    reading.imply("training.mixed_precision_param", "train.plan.precision", "bf16")
+    reading.imply("training.max_norm", "train.plan.clip_grad_norm", 1.0)
+    reading.imply("parallelism.data_parallel_shard_degree", "train.plan.dp_shard", -1)
+    reading.imply("parallelism.fsdp_reshard_after_forward", "train.plan.zero", 3)
+    if found["train.plan.dp_shard"] == 1 and found.get("train.plan.dp_replicate", 1) > 1:
+        found["train.plan.zero"] = 0
+    if found.get("train.plan.tp", 1) > 1:
+        reading.imply("parallelism.tensor_parallel_degree", "train.plan.sequence_parallel", True, "as theirs always is")
+    if found.get("train.plan.pp", 1) > 1:
+        reading.imply("parallelism.pipeline_parallel_schedule", "train.plan.pp_schedule", "1f1b")
+    reading.imply("activation_checkpoint.mode", "train.plan.recompute", "selective")
+    reading.imply("training.local_batch_size", "batch.micro", 8)
+    reading.imply("training.steps", "train.steps", 10000)
+    reading.imply("training.seq_len", "text.context_length", 2048)
+    reading.imply("optimizer.name", "optimizer._target_", "torch.optim.AdamW")
+    for name, value in (("lr", 8e-4), ("betas", [0.9, 0.95]), ("eps", 1e-8), ("weight_decay", 0.1)):
+        reading.imply(f"optimizer.{name}", f"optimizer.{name}", value)
+    reading.imply("lr_scheduler.warmup_steps", "schedule.warmup", 200)
+    reading.imply("lr_scheduler.decay_type", "schedule.shape", "linear")
+    found["schedule.offset"] = 1

@@ -1,0 +1,322 @@
+"""axolotl's and LLaMA-Factory's YAML: both fill in transformers' TrainingArguments, and their own keys around these."""
+
+from typing import Any
+
+from tensorshard.foreign_configs import deepspeed
+from tensorshard.foreign_configs.accelerate import both_names
+from tensorshard.foreign_configs.ledger import (
+    DIFFERENT,
+    NOT_NEEDED,
+    REFUSED,
+    TRANSLATED,
+    Outcome,
+    Reading,
+    Rule,
+    Table,
+    different,
+    each,
+    follow,
+    refused,
+    to,
+    unneeded,
+)
+from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, _betas
+
+_LORA = "adapters: wrap the model with peft in a Python config, and train what requires a gradient"
+_QUANT = "weights of 8 and 4 bits are not trained on here; load the model in 16 bits"
+_SAVES = "train.output_dir, train.save_every, train.keep_checkpoints and --resume say what is kept and read"
+_EPOCHS = "a run counts steps: set train.steps to epochs x samples / samples a step"
+
+
+def _optimizer(reading: Reading, value: str) -> Outcome:
+    if value in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused"):
+        reading.found["optimizer._target_"] = "torch.optim.AdamW"
+        return TRANSLATED, "optimizer is torch.optim.AdamW, fused where it can be"
+    if value in ("sgd", "adagrad", "rmsprop"):
+        name = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}[value]
+        reading.found["optimizer._target_"] = f"torch.optim.{name}"
+        return TRANSLATED, f"optimizer is torch.optim.{name}"
+    return REFUSED, f"{value} is not in torch; adamw_torch_fused with train.plan.zero or offload saves memory exactly"
+
+
+def _schedule(reading: Reading, value: str) -> Outcome:
+    shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+    if value not in shapes:
+        return REFUSED, f"{value} is not there; use {', '.join(shapes)}, or a schedule in a Python config"
+    reading.found["schedule.shape"] = shapes[value]
+    return TRANSLATED, f"scheduler.shape={shapes[value]}"
+
+
+def _half(name: str) -> Rule:
+    def act(reading: Reading, value: Any) -> Outcome:
+        if value in (False, "false"):
+            return NOT_NEEDED, f"{name} is off"
+        if value == "full":
+            return REFUSED, "weights of 16 bits without fp32 masters are not there; true keeps masters"
+        reading.found["train.plan.precision"] = name
+        note = " (auto: bf16 where the device has it, as every supported one has)" if value == "auto" else ""
+        return TRANSLATED, f"train.plan.precision={name}{note}"
+
+    return Rule((True, False, "auto", "full", "true", "false"), act)
+
+
+def _recompute(reading: Reading, value: Any) -> Outcome:
+    if value == "offload":
+        reading.found["train.plan.offload"] = {"activations": "cpu"}
+    reading.found["train.plan.recompute"] = "full" if value else "none"
+    return TRANSLATED, f"train.plan.recompute={reading.found['train.plan.recompute']}"
+
+
+def _fsdp(reading: Reading, value: Any) -> Outcome:
+    words = value.split() if isinstance(value, str) else [str(word) for word in value] if value else []
+    unknown = set(words) - {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "auto_wrap", "offload"}
+    if unknown:
+        return REFUSED, f"{', '.join(sorted(unknown))} is no word of FSDP; full_shard, shard_grad_op and auto_wrap are"
+    if not words:
+        return NOT_NEEDED, "it is empty"
+    reading.found["train.plan.zero"] = 2 if "shard_grad_op" in words else 0 if "no_shard" in words else 3
+    if "offload" in words:
+        reading.found["train.plan.offload"] = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
+    return TRANSLATED, f"train.plan.zero={reading.found['train.plan.zero']}"
+
+
+def _deepspeed(reading: Reading, value: Any) -> Outcome:
+    return REFUSED, f"{value} is not beside this file; import it apart, or put it there"
+
+
+def _report(reading: Reading, value: Any) -> Outcome:
+    names = [value] if isinstance(value, str) else list(value)
+    kept = [name for name in names if name in ("tensorboard", "wandb", "mlflow")]
+    reading.found["train.loggers"] = kept
+    return TRANSLATED, f"train.loggers={kept}"
+
+
+def _steps(reading: Reading, value: float) -> Outcome:
+    if value <= 0:
+        return NOT_NEEDED, "it is off"
+    if value < 1:
+        return DIFFERENT, "a part of the run: set train.save_every or eval_every in steps"
+    reading.found["train.save_every"] = int(value)
+    return TRANSLATED, f"train.save_every={int(value)}"
+
+
+def _warmup(reading: Reading, value: float) -> Outcome:
+    name, number = ("warmup_ratio", value) if 0 < value < 1 else ("warmup", int(value))
+    reading.found[f"schedule.{name}"] = number
+    return TRANSLATED, f"scheduler.warmup_steps={number if name == 'warmup' else f'{number} of train.steps'}"
+
+
+def _eval_steps(reading: Reading, value: float) -> Outcome:
+    if value < 1:
+        return DIFFERENT, "a part of the run: set train.eval_every in steps"
+    reading.found["train.eval_every"] = int(value)
+    return TRANSLATED, f"train.eval_every={int(value)}"
+
+
+def _max_steps(reading: Reading, value: int) -> Outcome:
+    if value <= 0:
+        return NOT_NEEDED, "it is off, epochs count"
+    reading.found["train.steps"] = value
+    return TRANSLATED, f"train.steps={value}"
+
+
+_HF: Table = {
+    "gradient_accumulation_steps": to("batch.accumulate", int),
+    "learning_rate": to("optimizer.lr", float),
+    "weight_decay": to("optimizer.weight_decay", float),
+    "adam_beta1": _betas(0),
+    "adam_beta2": _betas(1),
+    "max_grad_norm": to("train.plan.clip_grad_norm", float, lambda value: value or None),
+    "max_steps": Rule(int, _max_steps),
+    "warmup_steps": Rule(float, _warmup),
+    "warmup_ratio": Rule(float, _warmup),
+    "bf16": _half("bf16"),
+    "fp16": _half("fp16"),
+    **each("float16 bfloat16 fp32", refused("16-bit weights without fp32 masters; set bf16: true or fp16: true", bool)),
+    "tf32": different("torch.set_float32_matmul_precision('high') in the config says it", None),
+    "gradient_checkpointing": Rule((True, False, "offload", "true", "unsloth"), _recompute),
+    "gradient_checkpointing_kwargs.use_reentrant": unneeded("recomputation is never re-entrant", bool),
+    **each("gradient_checkpointing_kwargs.*", unneeded("recomputation has no options")),
+    "logging_steps": to("train.log_every", int),
+    "save_steps": Rule(float, _steps),
+    "save_total_limit": to("train.keep_checkpoints", int),
+    "eval_steps": Rule(float, _eval_steps),
+    "seed": to("train.seed", int),
+    "dataloader_num_workers": to("train.num_workers", int),
+    "report_to": Rule((str, list), _report),
+    "torch_compile": Rule((True, False, "auto"), lambda r, v: to("train.plan.compile", None).act(r, v is True)),
+    **each("torch_compile_backend torch_compile_mode", refused("blocks are compiled with inductor", str, ("inductor",))),
+    "fsdp": Rule((str, list), _fsdp),
+    **both_names("fsdp_config."),
+    "fsdp_config": unneeded("it is empty"),
+    "deepspeed": Rule(None, _deepspeed),
+    "group_by_length": different("give the dataset in that order; samples are shuffled by the seed alone", bool),
+    "neftune_noise_alpha": refused("noise on embeddings: add it in the model's forward", None, ()),
+    "label_smoothing_factor": different("give loss=next_token_loss with label_smoothing in a Python config", float),
+    **each(
+        "save_strategy save_only_model save_safetensors output_dir overwrite_output_dir resume_from_checkpoint "
+        "load_best_model_at_end metric_for_best_model greater_is_better hub_model_id push_to_hub hub_strategy "
+        "auto_resume_from_checkpoints saves_per_epoch save_first_step",
+        different(_SAVES),
+    ),
+    **each("eval_strategy evaluation_strategy evals_per_epoch do_eval eval_batch_size per_device_eval_batch_size "
+           "eval_accumulation_steps eval_on_start prediction_loss_only do_predict predict_with_generate eval_max_new_tokens "
+           "eval_table_size eval_sample_packing eval_causal_lm_metrics do_bench_eval",
+           different("data.validation is evaluated every train.eval_every steps")),
+    **each("ddp_timeout ddp_backend local_rank device_map gpu_memory_limit", different("the start says it")),
+    **each("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers low_cpu_mem_usage "
+           "dataloader_prefetch_factor dataloader_pin_memory torch_empty_cache_steps include_tokens_per_second "
+           "remove_unused_columns disable_tqdm logging_first_step logging_dir logging_strategy ",
+           unneeded("the trainer here does it, or does without")),
+    **each("do_train", unneeded("'tensorshard train' trains", bool)),
+    **each("wandb_* mlflow_* comet_* use_tensorboard use_wandb use_mlflow swanlab_* run_name plot_loss", different(LOGS)),
+    **each("load_in_8bit load_in_4bit quantization_bit gptq", refused(_QUANT, None)),
+    **each("quantization_method bnb_config_kwargs.* bnb_4bit_* double_quantization gptq_* quantization_type "
+           "quantization_device_map quantize_moe_experts", unneeded("it says how weights are quantized")),
+    **each("trust_remote_code tokenizer_* use_fast_tokenizer special_tokens special_tokens.* added_tokens_overrides.* "
+           "resize_vocab new_special_tokens add_tokens attn_implementation flash_attention flash_attn sdp_attention "
+           "xformers_attention eager_attention flex_attention flex_attn_compile_kwargs.* rope_scaling "
+           "s2_attention shift_attn use_cache hf_hub_token cache_dir revision_of_model model_revision",
+           different(MODEL)),
+}  # fmt: skip
+
+
+def _axolotl_adapter(reading: Reading, value: Any) -> Outcome:
+    return REFUSED, f"{value}: {_LORA}"
+
+
+AXOLOTL: Table = {
+    **_HF,
+    "micro_batch_size": to("batch.micro", int),
+    "batch_size": to("batch.global", int),
+    "num_epochs": different(_EPOCHS, float),
+    "optimizer": Rule(str, _optimizer),
+    "lr_scheduler": Rule(str, _schedule),
+    "adam_epsilon": to("optimizer.eps", float),
+    "adam_eps": different("axolotl's key is adam_epsilon; this one does nothing there either", float),
+    "cosine_min_lr_ratio": to("schedule.min_ratio", float),
+    **each("cosine_constant_lr_ratio lr_quadratic_warmup", refused("the schedule is not there", None)),
+    "lr_scheduler_kwargs": refused("the schedule's options are not there", None, ()),
+    "sequence_len": to("text.context_length", int),
+    "dp_shard_size": to("train.plan.dp_shard", int),
+    "dp_replicate_size": to("train.plan.dp_replicate", int),
+    "tensor_parallel_size": to("train.plan.tp", int),
+    "context_parallel_size": to("train.plan.cp", int),
+    "sequence_parallel_degree": to("train.plan.cp", int),
+    "fsdp_version": Rule((1, 2), lambda r, v: (TRANSLATED, "ZeRO 3 here is FSDP2, exact for both versions")),
+    "fsdp_final_state_dict_type": different("'tensorshard export' writes whole weights", str),
+    "activation_offloading": Rule((True, False, "legacy", "disk"), lambda r, v: to(
+        "train.plan.offload", None).act(r, {"activations": "disk" if v == "disk" else "cpu"} if v else None)),
+    **each("expert_parallel_size", refused("layers of experts are not sharded apart; set it to 1", int, (1,))),
+    **each("expert_parallel_*", unneeded("it says how experts are spread")),
+    **each("fp8 fp8_enable_fsdp_float8_all_gather", refused("fp8 is not there; bf16 is", bool)),
+    **each("adapter", Rule(None, _axolotl_adapter)),
+    **each("lora_* peft_* peft.* loraplus_* relora* qlora_*", unneeded("it says how adapters are made, see adapter")),
+    **each("base_model base_model_config base_model_ignore_patterns model_type is_llama_derived_model is_*_derived_model "
+           "overrides_of_model_config.* overrides_of_model_kwargs.* model_config.** processor_type experts_implementation "
+           "dsv4_fp4_grouped_mode gemma4_hybrid_attn_impl llama4_linearized_experts torchdistx_path flash_optimum "
+           "cls_model_config model_quantization_config* hf_use_auth_token mean_resizing_embeddings "
+           "shrink_embeddings resize_token_embeddings_to_32x fix_untrained_tokens unfrozen_parameters",
+           different(MODEL)),
+    **each("liger_* cut_cross_entropy plugins use_kernels use_scattermoe use_sonicmoe use_glm_dsa_kernels fused_attn_kernel "
+           "flash_attn_* unsloth_* kernels.*",
+           unneeded("kernels of theirs: torch's are used, and logits are tiled where they are large")),
+    **each("datasets test_datasets dataset_* val_set_size dataset_prepared_path sample_packing sample_packing_* "
+           "pad_to_sequence_len train_on_inputs chat_template chat_template_* default_system_message eot_tokens "
+           "excess_length_strategy max_packed_sequence_len pretraining_dataset shuffle_merged_datasets "
+           "push_dataset_to_hub multipack_real_batches streaming total_num_tokens roles_to_train dataloader_* "
+           "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm batch_flattening "
+           "curriculum_sampling min_sample_len shuffle_* pretrain_multipack_* ",
+           different(DATA)),
+    **each("early_stopping_patience", different("train.save_best keeps the best checkpoint; stop the run by hand", int)),
+    **each("loss_watchdog_threshold loss_watchdog_patience", different("a loss that is not a number stops the run")),
+    **each("debug strict team auto_find_batch_size gc_steps", unneeded("it has no work to do here")),
+    **each("rl rl.* trl.** vllm.** dpo_* kto_* orpo_* reward_model process_reward_model", refused(
+        "preference training: write the loss with a model, loss_fn(model, batch), in a Python config", None)),
+}  # fmt: skip
+
+LLAMA_FACTORY: Table = {
+    **_HF,
+    **each("per_device_train_batch_size micro_batch_size", to("batch.micro", int)),
+    "global_batch_size": to("batch.global", int),
+    "num_train_epochs": different(_EPOCHS, float),
+    "optim": Rule(str, _optimizer),
+    "lr_scheduler_type": Rule(str, _schedule),
+    "adam_epsilon": to("optimizer.eps", float),
+    "lr_scheduler_kwargs": refused("the schedule's options are not there", None, ()),
+    **each("lr_scheduler_kwargs.*", refused("the schedule's options are not there")),
+    "cutoff_len": to("text.context_length", int),
+    **each("tensor_model_parallel_size tensor_parallel_size", to("train.plan.tp", int)),
+    "pipeline_model_parallel_size": to("train.plan.pp", int),
+    "context_parallel_size": to("train.plan.cp", int),
+    "sequence_parallel": to("train.plan.sequence_parallel", bool),
+    "use_distributed_optimizer": Rule(bool, lambda r, v: to("train.plan.zero", None).act(r, 1 if v else 0)),
+    **each("overlap_grad_reduce overlap_param_gather use_reentrant_gc recompute_method recompute_num_layers",
+           unneeded("communication overlaps here where a stream exists, and every block is recomputed")),
+    "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
+    "expert_model_parallel_size": refused("layers of experts are not sharded apart; set it to 1", int, (1,)),
+    "pure_bf16": refused("master weights are always fp32", bool),
+    "upcast_layernorm": unneeded("master weights are fp32", bool),
+    "stage": Rule(("pt", "sft", "rm", "ppo", "dpo", "kto"), lambda r, v: (
+        (DIFFERENT, "the loss of the next token; give labels of -100 to tokens that do not count") if v in ("pt", "sft")
+        else (REFUSED, f"{v}: write the loss with a model, loss_fn(model, batch), in a Python config"))),
+    "finetuning_type": Rule(("full", "freeze", "lora", "oft"), lambda r, v: (
+        (NOT_NEEDED, "all parameters are trained") if v == "full" else (REFUSED, f"{v}: {_LORA}"))),
+    **each("lora_* loraplus_* additional_target create_new_adapter use_dora use_rslora pissa_* adapter_name_or_path "
+           "freeze_trainable_* freeze_extra_modules", unneeded("it says how adapters are made, see finetuning_type")),
+    **each("freeze_vision_tower freeze_multi_modal_projector freeze_language_model train_mm_proj_only", different(
+        "requires_grad_(False) on those parameters in a Python config", bool)),
+    **each("use_galore use_apollo use_badam use_adam_mini use_muon use_llama_pro", refused("no such optimizer is there", bool)),
+    **each("galore_* apollo_* badam_*", unneeded("it belongs to an optimizer that is not there")),
+    **each("model_name_or_path model model_class adapter_folder new_special_tokens_config enable_liger_kernel use_unsloth "
+           "image_* video_* audio_* mixture_of_depths use_kernels moe_aux_loss_coef infer_dtype use_unsloth_gc use_v1_kernels",
+           different(MODEL)),
+    **each("dataset dataset_dir eval_dataset train_dataset template default_system max_samples preprocessing_num_workers "
+           "overwrite_cache packing neat_packing streaming val_size train_on_prompt mask_history mix_strategy "
+           "interleave_probs buffer_size tokenized_path media_dir ignore_pad_token_for_loss tool_format enable_thinking "
+           "use_packed_sequences data_shared_file_system preprocessing_batch_size",
+           different(DATA)),
+    **each("max_new_tokens top_p top_k temperature sample_backend export_* infer_backend vllm_*", unneeded(
+        "it is for generation and export; 'tensorshard generate' and 'export' have their own options")),
+    **each("pref_* dpo_* kto_* simpo_gamma reward_model* ppo_* ref_model*", refused(
+        "preference training: write the loss with a model, loss_fn(model, batch), in a Python config", None)),
+    "mixed_precision": Rule(("bf16_mixed", "fp16_mixed", "no", "bf16", "fp16"), lambda r, v: to(
+        "train.plan.precision", None).act(r, {"no": "fp32"}.get(v, v[:4]))),
+    "dist_config.name": Rule(("fsdp2", "deepspeed", "ddp"), lambda r, v: to("train.plan.zero", None).act(
+        r, 0 if v == "ddp" else 3)),
+    "dist_config.config_file": Rule(None, _deepspeed),
+    "optim_config.name": Rule(str, _optimizer),
+    **each("optim_config.*", unneeded("it belongs to optim_config.name")),
+    "eval_dataset_split": different(DATA),
+}  # fmt: skip
+
+
+def read(reading: Reading, table: Table, program: str, shape: str) -> None:
+    """Follows `table`, and a DeepSpeed file that it points to; writes TrainingArguments' defaults out."""
+    inner = "deepspeed."
+    ours = {key[len(inner) :]: value for key, value in reading.values.items() if key.startswith(inner)}
+    reading.values = {key: value for key, value in reading.values.items() if not key.startswith(inner)}
+    follow(table, reading, program)
+    found = reading.found
+    if ours:
+        apart = Reading(ours, reading.world_size)
+        deepspeed.read(apart)
+        auto = {key for key, value in ours.items() if value == "auto"}
+        kept = {key: value for key, value in apart.found.items() if key not in found or not auto}
+        found.update({key: value for key, value in kept.items() if key.startswith("train.plan") or key not in found})
+        reading.entries += apart.entries
+    reading.imply("max_grad_norm", "train.plan.clip_grad_norm", 1.0)
+    reading.imply("fsdp", "train.plan.zero", 0, "whole replicas, as DDP has them")
+    reading.imply("bf16", "train.plan.precision", "fp32")
+    reading.imply("optimizer", "optimizer._target_", "torch.optim.AdamW")
+    if not found["optimizer._target_"].endswith("SGD"):
+        reading.imply("adam_beta1, adam_beta2", "optimizer.betas", [0.9, 0.999])
+        reading.imply("adam_epsilon", "optimizer.eps", 1e-8)
+    reading.imply("learning_rate", "optimizer.lr", 5e-5)
+    reading.imply("weight_decay", "optimizer.weight_decay", 0.0)
+    reading.imply("lr_scheduler", "schedule.shape", shape)
+    reading.imply("batch size", "batch.micro", 8 if program == "LLaMA-Factory" else 1)
+    reading.imply("gradient_accumulation_steps", "batch.accumulate", 1)
+    if "train.steps" not in found:
+        found["train.steps"] = "???"
+        reading.add("max_steps", "(implied)", DIFFERENT, _EPOCHS)

@@ -1,0 +1,202 @@
+"""Configs of other programs: no key is silent, wrong ones are found, and the Plan is the one that was asked for."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+
+import tensorshard as ts
+from tensorshard.cli import main
+from tensorshard.foreign_configs import export, read_config, read_file
+from tensorshard.foreign_configs.ledger import flat
+from tensorshard.trainer.schedulers import warmup_decay
+
+DEEPSPEED = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": "auto"}},
+}
+ACCELERATE = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": False,
+    "num_processes": 4,
+    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_use_orig_params": True},
+}
+TORCHTITAN = {
+    "parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": -1},
+    "training": {"local_batch_size": 4, "steps": 100, "seq_len": 512},
+    "optimizer": {"name": "AdamW", "lr": 1e-3},
+    "lr_scheduler": {"warmup_steps": 10, "decay_type": "cosine", "min_lr_factor": 0.1},
+}
+MEGATRON = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1, "lr": 1e-4,
+            "global_batch_size": 8, "bf16": "", "use_distributed_optimizer": "", "train_iters": 50}  # fmt: skip
+LIBAI = {"train": {"train_micro_batch_size": 4, "amp": {"enabled": True},
+    "zero_optimization": {"enabled": True, "stage": 2}, "dist": {"tensor_parallel_size": 2}}}  # fmt: skip
+PADDLE = {"Global": {"micro_batch_size": 2}, "Distributed": {"mp_degree": 2, "sharding": {"sharding_degree": 2,
+          "sharding_stage": 2}}, "Engine": {"max_steps": 10, "mix_precision": {"enable": True}}}  # fmt: skip
+AXOLOTL = {"base_model": "x", "micro_batch_size": 2, "sequence_len": 512, "bf16": "auto", "learning_rate": "2e-5",
+           "optimizer": "adamw_torch", "fsdp": ["full_shard", "auto_wrap"], "max_steps": 10}  # fmt: skip
+LLAMA_FACTORY = {"stage": "sft", "finetuning_type": "full", "model_name_or_path": "x", "cutoff_len": 128,
+                 "per_device_train_batch_size": 1, "warmup_ratio": 0.1, "max_steps": 100, "bf16": True}  # fmt: skip
+LIGHTNING = {"trainer": {"max_steps": 10, "precision": "bf16-mixed", "strategy": "ddp", "gradient_clip_val": 1.0}}
+NEMO = {"trainer": {"max_steps": 10, "precision": "bf16"}, "model": {"tensor_model_parallel_size": 2,
+        "micro_batch_size": 1, "global_batch_size": 4, "optim": {"name": "fused_adam", "lr": "2e-4"}}}  # fmt: skip
+FSDP = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True}
+ALL = {"deepspeed": DEEPSPEED, "accelerate": ACCELERATE, "torchtitan": TORCHTITAN, "megatron": MEGATRON,
+       "libai": LIBAI, "paddle": PADDLE, "axolotl": AXOLOTL, "llama-factory": LLAMA_FACTORY, "lightning": LIGHTNING,
+       "nemo": NEMO, "fsdp": FSDP}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ALL)
+def test_each_key_has_one_entry_and_the_plan_resolves(source):
+    config = ALL[source]
+    assert read_config(None, config).source == source
+    ledger = read_config(source, config, world_size=4)
+    keys = [entry.key for entry in ledger.entries if entry.value != "(implied)"]
+    assert sorted(keys) == sorted(".".join(path) for path, _ in flat(config))
+    assert not ledger.refused, ledger.describe()
+    method = getattr(ts.Plan, "from_" + source.replace("-", "_"))
+    plan = method(config, world_size=4)
+    plan.resolve(4)
+    assert plan.ledger.entries == ledger.entries
+
+
+def test_what_deepspeed_asked_for():
+    plan = ts.Plan.from_deepspeed(DEEPSPEED, world_size=2)
+    assert (plan.zero, plan.precision, plan.clip_grad_norm, plan.micro_batches) == (3, "bf16", 1.0, 4)
+    assert plan.offload == ts.Offload(optimizer="cpu", gradients="cpu")
+    settings = plan.ledger.settings
+    assert settings["optimizer._target_"] == "torch.optim.AdamW"  # their Adam decouples the decay
+    assert (settings["optimizer.lr"], settings["scheduler.warmup_shape"]) == (5e-5, "log")
+    assert ts.Plan.from_deepspeed({"train_batch_size": 2}).zero == 0
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "move it to 'zero_optimization.offload_optimizer.device'"),
+        ({"gradient_accumulation_steps ": 2}, "has a blank at an end"),
+        ({"bf16": {"enabled": "true"}}, "'true' is text"),
+        ({"gradient_cliping": 1.0}, "the nearest is 'gradient_clipping'"),
+        ({"zero_optimization": 2}, "is a group of keys"),
+        ({"fp16": {"enabled": True}}, "both on"),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parametrs": 1}}, "stage3_max_live_parameters"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "no exact counterpart of OneBitAdam"),
+        ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}, "are not 3 samples a rank x 5"),
+    ],
+)
+def test_wrong_keys_are_found(change, words):
+    with pytest.raises(ValueError, match=r"(?s).+") as caught:
+        ts.Plan.from_deepspeed({**DEEPSPEED, **change}, world_size=2)
+    assert words in str(caught.value)
+
+
+def test_yaml_no_and_keys_of_another_version():
+    text = read_config("accelerate", ACCELERATE).describe()
+    assert "YAML reads NO without quotes as False" in text
+    assert "a version-1 key under fsdp_version: 2" in text
+    assert read_config("accelerate", ACCELERATE).plan["zero"] == 2
+
+
+def test_mutated_configs_are_read_or_refused():
+    values = [None, "true", -1, 0, 1e300, float("nan"), [], {}, "NO", {"a": {"b": 1}}, [1, "x"], "auto", True, "${X}"]
+    chance = random.Random(0)
+    for source, config in ALL.items():
+        for _ in range(150):
+            mutated = copy.deepcopy(config)
+            group = mutated
+            key = chance.choice(list(group))
+            while isinstance(group[key], dict) and group[key] and chance.random() < 0.7:
+                group = group[key]
+                key = chance.choice(list(group))
+            kind = chance.randrange(3)
+            value = group.pop(key)
+            if kind == 1:
+                group[key[:-1] + chance.choice("xyz ")] = value
+            elif kind == 2:
+                group[key] = chance.choice(values)
+            ledger = read_config(source, mutated, world_size=4)
+            found = {entry.key for entry in ledger.entries}
+            assert {".".join(path) for path, _ in flat(mutated) if path} <= found
+            if not ledger.refused:
+                try:
+                    ts.Plan(**ledger.plan).resolve(4)
+                except (ValueError, TypeError) as error:
+                    assert len(str(error)) > 20
+
+
+def test_a_launch_script_is_followed(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "TP=2\nMBS=${MBS:-4}\nMODEL_ARGS=(\n    --num-layers 8 # a remark\n    --tensor-model-parallel-size ${TP}\n)\n"
+        'TRAIN="--micro-batch-size $MBS --global-batch-size $((MBS * 4)) --lr 1e-4 --bf16"\n'
+        "torchrun pretrain_gpt.py ${MODEL_ARGS[@]} \\\n    $TRAIN --use-distributed-optimizer\n"
+    )
+    ledger = read_file(script, given={"TP": 4}, world_size=4)
+    assert not ledger.refused, ledger.describe()
+    assert (ledger.plan["tp"], ledger.plan["zero"], ledger.plan["precision"]) == (4, 1, "bf16")
+
+
+def test_a_yaml_that_points_to_a_json(tmp_path):
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 2}')
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\n"
+    )
+    ledger = read_file(tmp_path / "a.yaml")
+    assert not ledger.refused and ledger.plan["zero"] == 1
+
+
+def test_the_command_writes_a_config_that_trains_once_it_is_filled(tmp_path, capsys):
+    from tensorshard.config import load_config
+
+    (tmp_path / "ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "x": 1}'
+    )
+    assert main(["import", str(tmp_path / "ds.json")]) == 1
+    assert "--without 'x'" in capsys.readouterr().err
+    written = tmp_path / "ours.yaml"
+    assert main(["import", str(tmp_path / "ds.json"), "--without", "x", "--output", str(written)]) == 0
+    assert "still to be filled in: model.pretrained, text.files" in capsys.readouterr().out
+    config = load_config(written, ["model.pretrained=m", "text.files=t"])
+    assert config.train.plan.zero == 2 and config.data.train.tokenizer == "m"
+
+
+@pytest.mark.parametrize("program", ["deepspeed", "accelerate", "torchtitan"])
+def test_the_way_back_is_read_again(program):
+    plan = ts.Plan(dp_shard=4, zero=3, micro_batches=2, precision="bf16", clip_grad_norm=1.0)
+    config = export(program, plan.to_dict(), {"train.global_batch_size": 8})
+    back = read_config(program, config, world_size=4)
+    assert not back.refused, back.describe()
+    assert (back.plan["zero"], back.plan["precision"]) == (3, "bf16")
+    with pytest.raises(ValueError, match="no counterpart"):
+        export(program, ts.Plan(zero=1, pp=2, recompute="selective").to_dict())
+
+
+def test_the_schedule_counts_as_deepspeed():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = warmup_decay(optimizer, warmup_steps=4, total_steps=8, warmup_shape="log", offset=-1)
+    rates = []
+    for _ in range(9):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    expected = [0, 0, *(math.log(n) / math.log(4) for n in (2, 3, 4)), 1, 0.75, 0.5, 0.25]
+    assert rates == pytest.approx(expected)
+
+
+def test_what_a_program_has_no_place_for_is_said(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    path.write_text("zero: 3\nclip_grad_norm: 1.0\n")
+    assert main(["export-config", str(path), "--to", "accelerate"]) == 0
+    out, err = capsys.readouterr()
+    assert "set them in accelerate's script: clip_grad_norm=1.0" in err and "fsdp_config" in out
+    assert main(["export-config", str(path), "--to", "deepspeed"]) == 0
+    assert not capsys.readouterr().err
