@@ -192,8 +192,19 @@ def shard_model(
         from tensorshard.parallelize.split_tensors import choose_table
 
         decisions.table = choose_table(source, plan, mesh, sample_inputs)
+    if plan.ep > 1 and decisions.experts is None:
+        from tensorshard.parallelize.split_experts import choose_experts
+
+        decisions.experts = choose_experts(model, mesh, plan.ep)
     context = PassContext(
-        plan, mesh, device, decisions.table, by_hand, storage=storage, parameters=decisions.parameters
+        plan,
+        mesh,
+        device,
+        decisions.table,
+        by_hand,
+        decisions.experts or {},
+        storage=storage,
+        parameters=decisions.parameters,
     )
     if mesh.degrees["pp"] > 1:
         from tensorshard.parallelize.stages import shard_stages

@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -54,11 +55,12 @@ class Mesh:
         timeout: timedelta | None = None,
     ) -> None:
         self._timeout = timeout
+        self._group = group
         self._members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = len(self._members)
         self.world_group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
-        plan = plan.resolve(self.world_size)
+        self._plan = plan = plan.resolve(self.world_size)
         self.degrees: dict[str, int] = {axis: getattr(plan, axis) for axis in AXES}
         self.schedule = plan.pp_schedule
         self.stages_per_rank = plan.stages_per_rank
@@ -156,6 +158,20 @@ class Mesh:
         """The group over which gradients are averaged: dp_replicate x dp_shard x cp."""
         return self.dp_group if self.degrees["cp"] == 1 else self.merged("gradients", "dp_replicate", "dp_shard", "cp")
 
+    @cached_property
+    def experts(self) -> "Mesh":
+        """The mesh as the parameters of experts see it; this mesh itself without expert parallelism.
+
+        ``dp_shard`` has the ranks that hold the same experts. The ranks of ``ep`` hold different ones, as the ranks of
+        ``tp`` hold different parts of a layer, and are neighbours as these are: they are this mesh's ``tp``. The first
+        call makes the groups: a collective of the mesh.
+        """
+        plan = self._plan
+        if plan.ep == 1:
+            return self
+        seen = replace(plan, dp_shard=plan.dp_shard // plan.ep, tp=plan.ep, ep=1)
+        return Mesh(seen, self.device_mesh.device_type, self._group, timeout=self._timeout)
+
     def _mesh_of(self, **groups: dist.ProcessGroup) -> DeviceMesh:
         """The mesh with these groups as its dimensions, by their names."""
         ranks = torch.zeros((), dtype=torch.int64)  # relative to this one
@@ -197,6 +213,9 @@ class Mesh:
             lines.append(f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {members}")
         if self.degrees["pp"] > 1:
             lines += self._describe_stages()
+        if self._plan.ep > 1:
+            ranks = [r for r in range(self.world_size) if r // self._plan.ep == self.rank // self._plan.ep]
+            lines.append(f"experts are split over {self._plan.ep} ranks of dp_shard: {self._numbers(ranks)}")
         for axis in AXES:
             if self.degrees[axis] > 1:
                 lines.append(f"all groups along {axis}: {self._all_groups(axis)}")

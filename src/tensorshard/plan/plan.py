@@ -43,6 +43,8 @@ class Plan:
             -1 takes all processes that the other axes leave. At most one axis may be -1.
         tp: degree of tensor parallelism. pp: pipeline stages. cp: degree of context parallelism, which splits
             sequences; parameters are sharded over ``dp_shard`` and ``cp`` together.
+        ep: degree of expert parallelism: over how many of the ``dp_shard`` processes the experts of each mixture are
+            split; it divides ``dp_shard``. See ``docs/expert-parallelism.md``.
         zero: the ZeRO level along ``dp_shard`` (Rajbhandari et al. 2020): 0 shards nothing, 1 the optimizer states,
             2 gradients as well, 3 parameters as well. Paddle's names "os", "os_g", "p_g_os" mean 1, 2, 3.
         micro_batches: into how many parts ``Engine.step`` cuts its batch; gradients accumulate over them.
@@ -112,6 +114,7 @@ class Plan:
     pp_units: list[str] | None = None
     logits: str = "auto"
     cp_dims: dict[str, int] | None = None
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -122,6 +125,7 @@ class Plan:
                 f"{' and '.join(inferred)} are both -1, but only one axis can be inferred from the world size; "
                 f"give the others a number"
             )
+        check_int("ep", self.ep, least=1)
         object.__setattr__(self, "zero", as_zero_level(self.zero))
         check_int("micro_batches", self.micro_batches, least=1)
         check_choice("precision", self.precision, PRECISIONS)
@@ -194,8 +198,30 @@ class Plan:
                 f"positions; set logits='auto'"
             )
 
+    def _check_experts(self) -> None:
+        if self.ep == 1:
+            return
+        for axis in ("tp", "pp", "cp"):
+            if getattr(self, axis) > 1:
+                raise ValueError(
+                    f"ep={self.ep} was given with {axis}={getattr(self, axis)}, which do not go together yet; set "
+                    f"{axis}=1 (dp_shard, dp_replicate and zero go with ep), or ep=1"
+                )
+        if self.dp_shard % self.ep:
+            raise ValueError(
+                f"ep={self.ep} was given, and experts are split over the ranks of dp_shard, of which there are "
+                f"{self.dp_shard}; ep can be {', '.join(str(n) for n in _divisors(self.dp_shard))}"
+            )
+        for field, value in (("compile", self.compile), ("offload", self.offload)):
+            if value:
+                raise ValueError(
+                    f"ep={self.ep} was given with {field}={value!r}, which do not go together yet; leave {field} at "
+                    f"its default, or set ep=1"
+                )
+
     def _checked(self) -> "Plan":
         self._check_context()
+        self._check_experts()
         if self.pp > 1:
             stages = self.stages_per_rank * self.pp
             if self.pp_split is not None and len(self.pp_split) + 1 != stages:
@@ -303,6 +329,8 @@ class Plan:
         if self.tp != 1:
             lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
             lines.append(f"sequences      {'split between split layers' if self.sequence_parallel else 'whole'}")
+        if self.ep != 1:
+            lines.append(f"experts        over {self.ep} of the ranks of dp_shard")
         if self.offloaded is not None:
             lines.append(f"offload        {self.offloaded.describe()}")
         return "\n".join(lines)
@@ -431,6 +459,10 @@ def check_dims(value: Any) -> None:
             f"cp_dims is {value!r}; it must be None or a dict of names of inputs to the dimension of their sequence, "
             f"such as {{'input_ids': 1}}"
         )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _in_short(value: Any) -> str:
