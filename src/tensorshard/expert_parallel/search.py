@@ -58,7 +58,8 @@ def find_call(name: str, module: nn.Module, ranks: int) -> RoutedCall:
     shapes = {key: tuple(parameter.shape) for key, parameter in own_parameters(module).items()}
     experts = max(shapes.values(), key=len)[0]
     others = [key for key, shape in shapes.items() if not shape or shape[0] != experts]
-    what = f"ep={ranks} was given, but the experts of {name!r} ({type(module).__name__}) cannot be split over {ranks} ranks"
+    described = f"the experts of {name!r} ({type(module).__name__})"
+    what = f"ep={ranks} was given, but {described} cannot be split over {ranks} ranks"
     if others:
         raise ValueError(f"{what}: {others[0]} has no dimension of {experts} experts; set ep=1")
     if experts % ranks:
@@ -77,7 +78,8 @@ def find_call(name: str, module: nn.Module, ranks: int) -> RoutedCall:
         for inner, training in modes.items():
             inner.training = training
     raise ValueError(
-        f"{what}: called with tokens [tokens, features], their experts and weights [tokens, choices], {reason}; set ep=1"
+        f"{what}: called with tokens [tokens, features], their experts and weights [tokens, choices], {reason}; "
+        f"set ep=1"
     )
 
 

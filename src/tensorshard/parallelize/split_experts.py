@@ -39,14 +39,14 @@ class ExpertTable:
 
     def describe(self) -> str:
         """A line for each module."""
-        lines = [f"{name}: {call.experts} experts, {call.experts // self._ranks} on each of {self._ranks} ranks"
-                 for name, call in self._experts.items()]
+        lines = [
+            f"{name}: {call.experts} experts, {call.experts // self._ranks} on each of {self._ranks} ranks"
+            for name, call in self._experts.items()
+        ]
         return "\n".join(lines)
 
 
-def split_all_experts(
-    model: nn.Module, experts: Mapping[str, RoutedCall], group: dist.ProcessGroup
-) -> TensorSplit:
+def split_all_experts(model: nn.Module, experts: Mapping[str, RoutedCall], group: dist.ProcessGroup) -> TensorSplit:
     """Makes the modules that `experts` names compute this rank's part; says how their parameters are split."""
     layouts = {}
     for name, call in experts.items():

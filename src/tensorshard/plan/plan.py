@@ -212,6 +212,11 @@ class Plan:
                 f"ep={self.ep} was given, and experts are split over the ranks of dp_shard, of which there are "
                 f"{self.dp_shard}; ep can be {', '.join(str(n) for n in _divisors(self.dp_shard))}"
             )
+        if self.zero == 3:
+            raise ValueError(
+                f"ep={self.ep} was given with zero=3, which do not go together yet; set zero=0, 1 or 2, under which "
+                f"each rank holds 1/{self.ep} of the experts, or ep=1"
+            )
         for field, value in (("compile", self.compile), ("offload", self.offload)):
             if value:
                 raise ValueError(
