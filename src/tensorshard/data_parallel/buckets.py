@@ -60,8 +60,8 @@ class Buckets:
         self.arrange()
 
     def _assign(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
-        """The index of each parameter's bucket. Two more units are for parameters in no unit: those before the first unit, and
-        the others."""
+        """The index of each parameter's bucket. Two more units are for parameters in no unit: those before the first
+        unit, and the others."""
         by_compute = {p.compute: p for p in self._parameters}
         unit_of: dict[ReplicatedParameter, int] = {}
         for index, unit in enumerate(units):
