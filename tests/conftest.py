@@ -12,6 +12,7 @@ os.environ.setdefault("TENSORSHARD_DEBUG_WEIGHTS", "1")  # weights are NaN until
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark.expression import Expression
 
 from bounds import record_comparisons
 from rank_pool import RankPool
@@ -22,7 +23,27 @@ _FROM = float(os.environ.get("TENSORSHARD_TESTS_FROM", "0"))  # where in their o
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 record_comparisons()
-_POOL = RankPool()  # made before a test changes the environment, which it gives to its ranks
+_POOL = RankPool()  # given the environment before a test changes it
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs from all tests and their ranks, unless -m asks for tests that are marked gpu. On a machine that has
+    some, the others would take them, and there are tests with more ranks than it has GPUs."""
+    if not asks_for_gpus(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _POOL.note_environment()
+
+
+def asks_for_gpus(expression: str) -> bool:
+    """Whether an expression of -m takes tests because they are marked gpu."""
+    if not expression:
+        return False
+    compiled = Expression.compile(expression)
+
+    def takes(*marks: str) -> bool:
+        return compiled.evaluate(lambda name, **_: name in marks)
+
+    return any(takes("gpu", *others) and not takes(*others) for others in ((), ("slow",)))
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the slow cases of parametrized tests, before slow tests are left out.
 
     With ``slow_cases`` or ``fast_cases``, a test says itself which they are: by the whole id of a case, or by the id of
-    one of its values, which names all cases with that value. Of the cases of another test on several ranks, two are
-    fast, or a sixth if that is more: the first, the last, and some between them.
+    one of its values, which names all cases with that value. Of the cases of another test on several ranks, the
+    first is fast, and each eighth after it.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -71,9 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own_choice = of_test[0].get_closest_marker("fast_cases") is not None
         if not (own_choice or selected) and "ranks" in getattr(of_test[0], "fixturenames", ()):
             fast = [item for item in of_test if item.get_closest_marker("slow") is None]
-            count = max(2, len(fast) // 6)
-            places = [round(index * (len(fast) - 1) / (count - 1)) for index in range(count)] if fast else []
-            kept = {fast[place] for place in places}
+            kept = set(fast[:: max(8, len(fast) // 8)])
             for item in fast:
                 if item not in kept:
                     item.add_marker(pytest.mark.slow)

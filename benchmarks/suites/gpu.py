@@ -1,16 +1,19 @@
-"""Heads of many classes on one GPU: one step of training, and how many classes can be trained in a card's memory."""
+"""Heads of many classes on one GPU: one step of training, and how many classes can be trained in a card's memory. With
+--first or --multi: checks of a machine with GPUs that is new to tensorshard."""
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from benchmarks.harness.contender import Contender
+from benchmarks.harness.gpu_checks import FIRST, MULTI, Verdict, run_checks, write_verdicts
 from benchmarks.harness.hardware import installed_versions
 from benchmarks.harness.heads_fit import Fit, FitJob, measure_fit
 from benchmarks.harness.heads_group import measure_in_turn
@@ -19,6 +22,7 @@ from benchmarks.harness.results import Group, Quantity, make_rows
 from benchmarks.heads import HeadWork
 from benchmarks.registry import Suite, positive_int
 from benchmarks.suites.heads import NO_GPU, RUN_TIMEOUT, SMALL, SMALLEST, WIDTHS, obstacle
+from tensorshard.commands.env import describe_machine
 
 PACKAGES = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "tensorshard")
 
@@ -47,6 +51,7 @@ CARDS = {f"{RANKS} x {size} GB": size * 10**9 for size in (12, 32, 80)}
 RESERVED = 10**9
 _QUICK_CARDS = {f"{RANKS} x 60 MB": 60 * 10**6}
 _QUICK_WIDTHS = (64,)
+_CHECK_SECONDS = 1200.0
 
 
 def contenders(states: str) -> list[Contender]:
@@ -178,6 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    if arguments.first or arguments.multi:
+        return _run_checks(arguments)
     quick = arguments.quick or device == "cpu"
     console = make_console()
     if "steps" in arguments.parts:
@@ -211,17 +218,57 @@ def _run_steps(works: Sequence[HeadWork], arguments: argparse.Namespace, quick: 
                 write_results(console, "gpu", QUANTITIES, [group], work.device)
 
 
+def _run_checks(arguments: argparse.Namespace) -> int:
+    """Runs the checks of one GPU, or of all; says what came of each."""
+    device = arguments.device
+    ranks = 1
+    if arguments.multi:
+        ranks = 2 if device == "cpu" else min(8, torch.cuda.device_count()) // 2 * 2
+        if not ranks:
+            print("error: --multi needs at least 2 GPUs, and PyTorch sees 1; --first checks that one", file=sys.stderr)
+            return 1
+
+    def tell(verdict: Verdict) -> None:
+        print(f"{verdict.verdict:<8}{verdict.seconds:6.1f} s  {verdict.what}", flush=True)
+        for line in verdict.wrong:
+            print(f"          {line}", flush=True)
+
+    checks = MULTI if arguments.multi else FIRST
+    chosen = tuple(check for check in checks if not arguments.only or check.name in arguments.only)
+    if not chosen:
+        names = ", ".join(check.name for check in checks)
+        print(f"error: --only names no check; there are {names}", file=sys.stderr)
+        return 1
+    verdicts = run_checks(chosen, device, ranks, _CHECK_SECONDS, tell)
+    kind = "multi" if arguments.multi else "first"
+    output = Path(arguments.output or f"gpu-{kind}-{date.today().isoformat()}.json")
+    about = {
+        "ranks": ranks,
+        "device": device,
+        "machine": describe_machine(sys.stdout),
+        "versions": installed_versions(PACKAGES),
+    }
+    write_verdicts(output, verdicts, about)
+    bad = [verdict.name for verdict in verdicts if verdict.verdict in ("wrong", "failed")]
+    print(f"{len(verdicts) - len(bad)} of {len(verdicts)} checks found nothing wrong; all of it is in {output}")
+    return 1 if bad else 0
+
+
 def _environment(device: str) -> Mapping[str, str]:
     return NO_GPU if device == "cpu" else {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--first", action="store_true", help="check one GPU that is new to tensorshard, in 20 minutes")
+    kinds.add_argument("--multi", action="store_true", help="check 2 to 8 GPUs of this machine, in 20 minutes")
+    parser.add_argument("--output", help="with --first or --multi: the file of what was found, JSON")
     parser.add_argument("--parts", choices=("steps", "fit"), nargs="+", default=["steps", "fit"], help="not all of it")
     parser.add_argument("--work", choices=list(WORKS), nargs="+", help="steps of these heads instead of all")
     parser.add_argument(
         "--states", choices=STATES, nargs="+", default=list(STATES), help="steps with weights of these types"
     )
-    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="steps of these contenders instead of all")
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="these contenders or checks instead of all")
     parser.add_argument(
         "--rounds", type=positive_int, default=3, help="how many turns each contender has (default %(default)s)"
     )

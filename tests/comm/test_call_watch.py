@@ -1,7 +1,9 @@
 """Ranks that fail, end or make another call: the others hear of it, and of what it was, long before the timeout."""
 
 import logging
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.torch_private.waits import place_of_wait
 
 CPU = torch.device("cpu")
 PAUSE = 0.05
@@ -106,3 +109,32 @@ def test_a_rank_that_is_late_is_waited_for_and_named_once(ranks):
         ["rank 0 waits in save for rank 1, which has not called it; every rank calls it"],
         [],
     ]
+
+
+# -- where a thread waits --
+
+
+def _reads(value: Any) -> None:
+    value.tolist()
+
+
+def _runs(value: Any) -> None:
+    value.run()
+
+
+@pytest.mark.parametrize(
+    ("body", "on_gpu", "waits"), [("tolist", True, True), ("tolist", False, False), ("run", True, False)]
+)
+def test_on_nccl_a_rank_waits_where_it_reads_from_the_gpu(monkeypatch, body, on_gpu, waits):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    held = threading.Lock()
+    held.acquire()
+    value = SimpleNamespace(**{body: held.acquire})  # stops in C, as a read does
+    thread = threading.Thread(target=_reads if body == "tolist" else _runs, args=(value,), daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    place = place_of_wait(thread.ident)
+    assert (place is not None) == waits
+    assert place == place_of_wait(thread.ident)
+    held.release()
+    thread.join()

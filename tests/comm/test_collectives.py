@@ -6,6 +6,21 @@ import torch.distributed as dist
 
 from tensorshard.comm import collectives
 from tensorshard.comm.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from tensorshard.comm.primitives import gather_flat
+
+
+def _gathered_in_debug_mode() -> list[float]:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(list(range(dist.get_world_size())))
+        return gather_flat(torch.full((2, 3), float(dist.get_rank())), group).flatten(1).amax(1).tolist()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_torch_compares_the_ranks_calls_of_tensors_of_any_shape(ranks):
+    """Under TORCH_DISTRIBUTED_DEBUG=DETAIL, whose Gloo wants equal shapes."""
+    assert ranks(2, _gathered_in_debug_mode) == [[0.0, 1.0]] * 2
 
 
 def _compare(numel: int, dtype: torch.dtype, async_op: bool) -> None:

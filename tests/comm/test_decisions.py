@@ -60,6 +60,7 @@ def test_a_failure_is_raised_by_every_rank(ranks):
 
 def _searches_of(fields: dict[str, Any]) -> tuple[int, str, str]:
     """How often this rank searched; the table and the refusal that it came to."""
+    parity.forget_tables()
     searches: list[int] = []
     search = finding.run_once
     finding.run_once = lambda *args, **kwargs: searches.append(1) or search(*args, **kwargs)
@@ -74,6 +75,7 @@ def _searches_of(fields: dict[str, Any]) -> tuple[int, str, str]:
 
 def test_one_rank_searches_for_a_table(ranks):
     found = ranks(4, _searches_of, dict(tp=2, zero=1))
+    assert [refusal for _, _, refusal in found] == [""] * 4
     assert [searches for searches, _, _ in found] == [1, 0, 0, 0]
     assert "rowwise" in found[0][1]
     assert all(table == found[0][1] for _, table, _ in found)

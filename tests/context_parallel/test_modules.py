@@ -232,7 +232,7 @@ def test_a_custom_autograd_function_is_given_whole_tensors():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["no mask", "causal mask", "padding left"])
+@pytest.mark.parametrize("name", ["causal", "causal mask", "padding left"])
 def test_keys_and_values_may_be_fetched_again_in_backward(name, layout):
     torch.manual_seed(0)
     middle, extra = MODULES[name]()

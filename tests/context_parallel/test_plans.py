@@ -34,6 +34,28 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-cp2-tp2-zero3": ("gpt_101", 4, dict(cp=2, tp=2)),
     "gpt-cp2-tp2-sequences": ("gpt_101", 4, dict(cp=2, tp=2, sequence_parallel=True)),
     "gpt-cp2-tp2-micro2-full": ("gpt_101", 4, dict(cp=2, tp=2, zero=0, micro_batches=2, recompute="full")),
+    "gpt-cp2-zigzag": ("gpt", 2, dict(cp=2, cp_order="zigzag", micro_batches=2)),
+    "gpt-cp4-zigzag-full": ("gpt", 4, dict(cp=4, cp_order="zigzag", recompute="full")),
+    "llama-cp2-tp2-zigzag": ("llama", 4, dict(cp=2, tp=2, cp_order="zigzag")),
+    "t5-cp2-zigzag": ("t5", 2, dict(cp=2, cp_order="zigzag")),
+    "resnet-cp2-zigzag": ("resnet", 2, dict(cp=2, cp_order="zigzag")),
+    "gpt-cp2-pp2-zigzag": ("gpt", 4, dict(cp=2, pp=2, cp_order="zigzag", micro_batches=2)),
+    "mixtral-cp4-contiguous": ("mixtral", 4, dict(cp=4, cp_order="contiguous")),
+    "gpt-cp2-pp2": ("gpt", 4, dict(cp=2, pp=2, micro_batches=2)),
+    "gpt-cp2-pp2-zero1-clip": ("gpt", 4, dict(cp=2, pp=2, zero=1, micro_batches=4, clip_grad_norm=1.1)),
+    "tied-cp2-pp2-zero0-full": ("gpt_tied", 4, dict(cp=2, pp=2, zero=0, micro_batches=2, recompute="full")),
+    "gpt-cp2-pp2-zbv": ("gpt", 4, dict(cp=2, pp=2, pp_schedule="zbv", micro_batches=4)),
+    "llama-cp2-pp2-interleaved": (
+        "llama",
+        4,
+        dict(cp=2, pp=2, pp_schedule="interleaved_1f1b", pp_stages_per_rank=2, micro_batches=4),
+    ),
+    "t5-cp2-pp2-zero2": ("t5", 4, dict(cp=2, pp=2, zero=2, micro_batches=2)),
+    "hf_bert-cp2-pp2": ("hf_bert", 4, dict(cp=2, pp=2, micro_batches=2)),
+    "vit-cp2-pp2": ("vit", 4, dict(cp=2, pp=2, micro_batches=2)),
+    "mixtral-cp2-pp2": ("mixtral", 4, dict(cp=2, pp=2, micro_batches=2)),
+    "gpt-cp2-pp2-offload": ("gpt", 4, dict(cp=2, pp=2, zero=2, micro_batches=2, offload="cpu")),
+    "gpt-cp2-pp2-tp2": ("gpt_101", 8, dict(cp=2, pp=2, tp=2, micro_batches=2)),
     "llama-cp2-tp2-zero1": ("llama", 4, dict(cp=2, tp=2, zero=1)),
 }
 
@@ -85,10 +107,11 @@ def _dropout_and_outputs(fields: dict[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_random_numbers_evaluation_outputs_and_generation(ranks, zero):
-    expected = ranks(1, _dropout_and_outputs, dict(zero=0))[0]
-    for found in ranks(2, _dropout_and_outputs, dict(cp=2, zero=zero)):
+@pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=3), dict(pp=2, micro_batches=2)], ids=str)
+def test_random_numbers_evaluation_outputs_and_generation(ranks, fields):
+    stages = fields.get("pp", 1)
+    expected = ranks(stages, _dropout_and_outputs, fields)[0]
+    for found in ranks(2 * stages, _dropout_and_outputs, dict(cp=2, **fields)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -106,10 +129,17 @@ def _loaded(folder: Path, fields: dict[str, Any]) -> list[float]:
     return [engine.step(*parity.shard(engine, *parity.batch("gpt", step))).item() for step in (2, 3)]
 
 
-def test_checkpoints_of_other_layouts(ranks, tmp_path):
-    for index, (before, after) in enumerate([(dict(cp=2), dict(zero=1)), (dict(zero=3), dict(cp=2, zero=2))]):
-        went_on = ranks(2, _saved, tmp_path / str(index), before)[0]
-        assert ranks(2, _loaded, tmp_path / str(index), after)[0] == pytest.approx(went_on, rel=1e-5)
+@pytest.mark.parametrize(
+    ("world_size", "before", "after"),
+    [
+        (2, dict(cp=2), dict(zero=1)),
+        (2, dict(zero=3), dict(cp=2, zero=2)),
+        (4, dict(cp=2, pp=2, micro_batches=2), dict(pp=2, micro_batches=2)),
+    ],
+)
+def test_checkpoints_of_other_layouts(ranks, tmp_path, world_size, before, after):
+    went_on = ranks(world_size, _saved, tmp_path, before)[0]
+    assert ranks(world_size, _loaded, tmp_path, after)[0] == pytest.approx(went_on, rel=1e-5)
 
 
 class PositionsFirst(nn.Module):
@@ -157,10 +187,11 @@ def _wrong_dims(dims: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (dict(cp=2, pp=2), "cp=2 was given with pp=2, but stages do not hand over parts of sequences"),
         (dict(cp=2, compile=True), "compile=True was given with cp=2"),
         (dict(cp=2, logits="tiled"), "logits='tiled' was given with cp=2"),
-        (dict(cp_dims={"tokens": 1}), "cp_dims was given, but cp=1 splits no sequences"),
+        (dict(cp_dims={"tokens": 1}), "cp_dims={'tokens': 1} was given, but cp=1 splits no sequences"),
+        (dict(cp_order="zigzag"), "cp_order='zigzag' was given, but cp=1 splits no sequences"),
+        (dict(cp=2, cp_order="striped"), "cp_order is 'striped'; it must be one of"),
     ],
 )
 def test_plans_that_cannot_be(fields, said):

@@ -10,6 +10,7 @@ from torch import nn
 
 import parity
 import seeds
+import strict_nccl
 from engines import ADAMW, engine_of
 from tensorshard.comm.monitor import CollectiveMismatchError
 from toys import data, squares
@@ -149,6 +150,8 @@ def _another_order_late() -> str:
     return "taken"
 
 
-def test_another_order_after_the_first_steps_is_told(ranks):
-    for message in ranks(2, _another_order_late):
+@pytest.mark.fast_cases("gloo", strict_nccl.NAME)
+@pytest.mark.parametrize("backend", ["gloo", strict_nccl.NAME])
+def test_another_order_after_the_first_steps_is_told(ranks, backend):
+    for message in ranks(2, _another_order_late, backend=backend, group_timeout=60):
         assert "calls blocks.0 in another order" in message and "leaving some out is fine" in message

@@ -70,6 +70,7 @@ NOT_RUN = {
     "makes the model that the test makes, too": 1,
     "for GitHub": 1,
     "needs Slurm": 1,
+    "needs GPUs; tests/benchmarks/test_gpu_checks.py runs it on the CPU": 1,
 }
 OWN_PLAN = 'ts.Plan(zero=3, precision="bf16", clip_grad_norm=1.0)'  # of docs/your-own-loop.md
 ELSEWHERE = ("docs/estimate.md", "docs/planning.md")  # they are about a world that is not there

@@ -213,6 +213,11 @@ def _tables_found_once(kind: str) -> Iterator[None]:
 _TABLES: dict[tuple[str, int, bool], VerifiedTable] = {}
 
 
+def forget_tables() -> None:
+    """From now on this process searches for tables again."""
+    _TABLES.clear()
+
+
 def shard(engine: ts.Engine, inputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """This data rank's part of a global batch."""
     rank, size = engine.mesh.dp_rank, engine.mesh.dp_size

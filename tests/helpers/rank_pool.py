@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -39,6 +39,7 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
     import torch
     import torch.distributed as dist
 
+    import strict_nccl
     from tensorshard.torch_private.process_groups import forget_meshes
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -49,11 +50,15 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
             task = connection.recv()
         except (EOFError, KeyboardInterrupt):
             return
-        rank, world_size, store_path, environment, group_timeout, function, args, kwargs = task
+        rank, world_size, store_path, environment, group_timeout, backend, function, args, kwargs = task
         os.environ.update(environment)
+        rules = ExitStack()
         try:
+            if backend == strict_nccl.NAME:
+                strict_nccl.register()
+                rules.enter_context(strict_nccl.strict_calls())
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.FileStore(store_path, world_size),
                 rank=rank,
                 world_size=world_size,
@@ -67,6 +72,7 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
         except BaseException:  # whatever a test raises is reported, never lost
             outcome = (False, traceback.format_exc())
         finally:
+            rules.close()
             os.environ.clear()
             os.environ.update(variables)
             if dist.is_initialized():
@@ -83,10 +89,14 @@ class RankPool:
     """Runs functions on ranks of process groups of any size, on processes that are started once."""
 
     def __init__(self) -> None:
-        self._variables = dict(os.environ)
+        self.note_environment()
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_IMPORTED_ONCE)
         self._workers: list[tuple[Any, Connection]] = []
+
+    def note_environment(self) -> None:
+        """From now on, workers that start have the present environment."""
+        self._variables = dict(os.environ)
 
     def __call__(
         self,
@@ -96,12 +106,14 @@ class RankPool:
         environment: dict[str, str] | None = None,
         timeout: float = _TIMEOUT_SECONDS,
         group_timeout: float = _TIMEOUT_SECONDS - 60,
+        backend: str = "gloo",
         **kwargs: Any,
     ) -> list[Any]:
         """What `function(*args, **kwargs)` returned on each of `world_size` ranks, in their order.
 
         Args:
             timeout: seconds for all of it. group_timeout: seconds that a rank waits for others in a collective.
+            backend: of the world: Gloo, or the stand-in for NCCL of ``strict_nccl.py``.
         """
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +122,9 @@ class RankPool:
                 env = {**(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 env["WORLD_SIZE"] = str(world_size)
                 env["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
-                self._workers[rank][1].send((rank, world_size, store, env, group_timeout, function, args, kwargs))
+                self._workers[rank][1].send(
+                    (rank, world_size, store, env, group_timeout, backend, function, args, kwargs)
+                )
             return self._collect(world_size, timeout)
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:

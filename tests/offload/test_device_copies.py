@@ -6,7 +6,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread, current_thread, local, main_thread
 from typing import Any
 from unittest import mock
 
@@ -105,6 +105,104 @@ def test_copies_follow_what_was_computed_on_streams_of_their_own():
             ("host", "waits for", first + 2),
         ]
     assert streams.made == 2
+
+
+class ThreadsOfCUDA(Streams):
+    """With a current device of each thread, as CUDA has: leaving a stream goes back to the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_thread = local()
+        self.selected: set[int] = set()
+
+    def set_device(self, device: torch.device) -> None:
+        self.of_thread.device = device.index
+        self.selected.add(device.index)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        before = getattr(self.of_thread, "device", 0)
+        with super().stream(stream):
+            yield
+        self.set_device(torch.device("cuda", before))
+
+
+def test_a_thread_that_copies_touches_no_other_device():
+    cuda = ThreadsOfCUDA()
+    with mock.patch.object(torch, "get_device_module", lambda _: cuda):
+        copies = DeviceCopies(torch.device("cuda", 1))
+    into: Any = Copied(cuda)
+
+    def copy() -> None:
+        copies.make_current()
+        copies.to_device(into, torch.ones(3), mock.Mock(number=0))
+
+    thread = Thread(target=copy)
+    thread.start()
+    thread.join()
+    assert cuda.selected == {1}
+
+
+_current = local()
+
+
+class CopiesOfThreads(LateCopies):
+    """Refuses a thread that has not taken the device as its own."""
+
+    def make_current(self) -> None:
+        _current.device = self.device
+
+    def _begin(self, *args: Any) -> Any:
+        assert current_thread() is main_thread() or hasattr(_current, "device"), current_thread().name
+        COPYING.add(current_thread().name.partition("_")[0])
+        return super()._begin(*args)
+
+
+COPYING: set[str] = set()
+
+
+def _threads_that_copy(fields: dict[str, Any], offload: dict[str, Any]) -> set[str]:
+    COPYING.clear()
+    with off_device(CopiesOfThreads), mock.patch.object(activations, "SMALLEST", 64):
+        engine = ts.parallelize(
+            partial(parity.build, "gpt"),
+            ts.Plan(offload=ts.Offload(**offload), **fields),
+            optimizer=ADAMW,
+            loss_fn=parity.loss_function("gpt"),
+        )
+        for step in range(2):
+            engine.step(*parity.batch("gpt", step))
+        engine.full_state_dict()
+    return COPYING
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_threads_that_copy_take_the_device_first(ranks, overlap):
+    offload = dict(optimizer="cpu", gradients="cpu", activations="cpu", overlap=overlap)
+    assert "tensorshard-offload" in ranks(1, _threads_that_copy, dict(micro_batches=2), offload)[0]
+
+
+class LostEvents(LateCopies):
+    """Does not say after what a copy is made."""
+
+    def given(self) -> None:
+        return None
+
+
+def _loses_events() -> str:
+    with off_device(LostEvents), pytest.raises(Exception, match="a copy that follows nothing") as error:
+        engine = ts.parallelize(
+            partial(parity.build, "gpt"),
+            ts.Plan(offload=ts.Offload(optimizer="cpu", gradients="cpu")),
+            optimizer=ADAMW,
+            loss_fn=parity.loss_function("gpt"),
+        )
+        engine.step(*parity.batch("gpt", 0))
+    return str(error.value)
+
+
+def test_a_lost_event_is_found(ranks):
+    assert "a copy that follows nothing" in ranks(1, _loses_events)[0]
 
 
 def test_a_tensor_that_changes_while_it_is_copied_is_refused():
@@ -220,5 +318,5 @@ def test_nothing_mixes_tensors_of_the_device_and_of_the_host():
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this version of torch takes no device types from Python")
     script = Path(__file__).with_name("steps_on_a_pretended_device.py")
-    done = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -1,6 +1,7 @@
 """Offload from GPUs: the same training to rounding, as the host's kernels make the update, in less of their memory."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,27 +70,37 @@ CASES = [
 ]
 
 
+def _in_world(rank: int, store: str, size: int, check: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=size)
+    check(f"cuda:{rank}", *args)
+    dist.destroy_process_group()
+
+
+def _on_gpus(folder: Path, size: int, check: Callable[..., None], *args: Any) -> None:
+    """Calls ``check(device, *args)`` in a process for each of `size` GPUs, since a world must not stay in this one."""
+    torch.multiprocessing.spawn(_in_world, (str(folder / "store"), size, check, args), nprocs=size)
+
+
+def _is_the_same(device: str, fields: dict[str, Any], offload: Any, tolerance: float) -> None:
+    _assert_alike(_train(fields, device), _train({**fields, "offload": offload}, device), tolerance)
+
+
 @pytest.mark.parametrize(("fields", "offload", "tolerance"), CASES)
-def test_training_is_the_same(fields: dict[str, Any], offload: Any, tolerance: float) -> None:
-    plain = _train(fields, "cuda:0")
-    _assert_alike(plain, _train({**fields, "offload": offload}, "cuda:0"), tolerance)
+def test_training_is_the_same(tmp_path: Path, fields: dict[str, Any], offload: Any, tolerance: float) -> None:
+    _on_gpus(tmp_path, 1, _is_the_same, fields, offload, tolerance)
 
 
-@pytest.mark.parametrize(("precision", "each"), [("fp32", 8), ("bf16", 12)])
-def test_the_states_are_no_longer_on_the_gpu(precision: str, each: int) -> None:
+def _states_left(device: str, precision: str, each: int) -> None:
     numel = sum(p.numel() for p in Model().parameters())
-    plain, found = (_train(dict(precision=precision, offload=offload), "cuda:0")[2] for offload in (None, "cpu"))
+    plain, found = (_train(dict(precision=precision, offload=offload), device)[2] for offload in (None, "cpu"))
     assert plain - found > 0.95 * each * numel  # two states, and the master of 16-bit weights
 
 
-def _of_two(rank: int, store: str, fields: dict[str, Any], offload: Any, tolerance: float) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    plain = _train(fields, f"cuda:{rank}")
-    found = _train({**fields, "offload": offload}, f"cuda:{rank}")
-    _assert_alike(plain, found, tolerance)
-    dist.destroy_process_group()
+@pytest.mark.parametrize(("precision", "each"), [("fp32", 8), ("bf16", 12)])
+def test_the_states_are_no_longer_on_the_gpu(tmp_path: Path, precision: str, each: int) -> None:
+    _on_gpus(tmp_path, 1, _states_left, precision, each)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -97,4 +108,4 @@ def _of_two(rank: int, store: str, fields: dict[str, Any], offload: Any, toleran
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2)])
 def test_training_is_the_same_on_two_gpus(tmp_path: Path, zero: int, precision: str, tolerance: float) -> None:
     fields = dict(zero=zero, precision=precision, clip_grad_norm=0.5, micro_batches=2)
-    torch.multiprocessing.spawn(_of_two, (str(tmp_path / "store"), fields, "cpu", tolerance), nprocs=2)
+    _on_gpus(tmp_path, 2, _is_the_same, fields, "cpu", tolerance)

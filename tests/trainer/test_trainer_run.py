@@ -321,6 +321,16 @@ def _validation_loss(count: int, batch: int) -> tuple[float, float]:
     return measured, mse_loss(outputs, dataset.inputs.sum(dim=1, keepdim=True)).item()
 
 
+def _pins_memory() -> bool:
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        dataset = Sums(8, seed=3)
+        return bool(evaluation_loader(dataset, _engine().mesh, global_batch_size=4, shuffle=False).pin_memory)
+
+
+def test_ranks_on_the_cpu_make_no_context_on_a_gpu_that_is_there(ranks):
+    assert ranks(1, _pins_memory) == [False]
+
+
 @pytest.mark.parametrize(("count", "batch"), [(21, 8), (17, 8), (16, 8), (3, 2)])
 def test_the_validation_loss_is_the_mean_over_every_sample_whatever_the_ranks(
     ranks: RankPool, count: int, batch: int

@@ -14,7 +14,8 @@ import logging
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.common.never_compiled import never_compiled
-from tensorshard.torch_private.process_groups import backend_name, group_timeout
+from tensorshard.torch_private.process_groups import backend_name, group_device, group_timeout
 from tensorshard.torch_private.tensors import storage_address
 
 logger = logging.getLogger("tensorshard")
@@ -206,6 +207,31 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     if device.type != "cpu" or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         return False
     return backend_name(group, device) == "gloo"
+
+
+@contextmanager
+def on_group_device(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+    """`tensor`, or where `group` has no backend for its device, as a world of NCCL alone has none for CPUs, a copy on a
+    device that it has. At the end, `tensor` has the copy's values."""
+    device = group_device(group, tensor.device)
+    if device == tensor.device:
+        yield tensor
+        return
+    copy = tensor.to(device)
+    yield copy
+    tensor.copy_(copy)
+
+
+def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, group_src: int = 0) -> None:
+    """Gives `tensor` on all ranks the values that it has on rank `group_src` of `group`, in place.
+
+    The group needs no backend for the tensor's device.
+    """
+    with torch.no_grad(), on_group_device(tensor.detach(), group) as sent:
+        whole = sent.contiguous()
+        dist.broadcast(whole, group=group, group_src=group_src)
+        if whole is not sent:
+            sent.copy_(whole)
 
 
 def all_gather_into(

@@ -17,6 +17,7 @@ from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.groups import find_monitor
 from tensorshard.comm.sharding import shard_sizes
 from tensorshard.comm.world import world
+from tensorshard.torch_private.process_groups import group_device
 
 _Result = TypeVar("_Result")
 
@@ -189,7 +190,8 @@ def _ask(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup, what: str) ->
         monitor.check(f"{what} along dimension {dim} of {tensor.ndim}")
     padding = [0] * (_MOST_DIMENSIONS - tensor.ndim)
     call = (_MAGIC, _CALLS.index(what), dim)
-    mine = torch.tensor([*call, dtype, tensor.ndim, *tensor.shape, *padding], device=tensor.device)
+    device = group_device(group, tensor.device)
+    mine = torch.tensor([*call, dtype, tensor.ndim, *tensor.shape, *padding], device=device)
     rows = primitives.gather_flat(mine, group).tolist()
     ranks = dist.get_process_group_ranks(group)
     if {tuple(row[:3]) for row in rows} != {call}:

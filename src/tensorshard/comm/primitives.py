@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from tensorshard.comm.groups import find_monitor
+from tensorshard.torch_private.process_groups import group_device
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
@@ -30,13 +31,13 @@ def gather_flat(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     tensor = tensor.contiguous()
     output = tensor.new_empty((group.size(), *tensor.shape))
     if tensor.numel():
-        all_gather_into(output, tensor, group)
+        all_gather_into(output.view(-1), tensor.view(-1), group)
     return output
 
 
 def exchange_sizes(size: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
     """The `size` that each rank passed."""
-    return gather_flat(torch.tensor([size], device=device), group).flatten().tolist()
+    return gather_flat(torch.tensor([size], device=group_device(group, device)), group).flatten().tolist()
 
 
 @dataclass

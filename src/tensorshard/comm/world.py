@@ -1,7 +1,10 @@
 """The world: joining its process group, whether it is real or simulated by one process, and how a process leaves it."""
 
 import atexit
+import logging
 import os
+import socket
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,17 +18,24 @@ import torch.distributed as dist
 from tensorshard.torch_private.fake_tensors import active_fake_mode
 from tensorshard.torch_private.process_groups import simulates_gpu
 
+logger = logging.getLogger("tensorshard")
+
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others in a collective, unless told otherwise."""
+
+LONG_TIMEOUT = timedelta(minutes=30)
+"""The same while one rank may work for long: until the first step is over, and while checkpoints are saved or read."""
 
 STORE_FILE = "TENSORSHARD_STORE_FILE"
 """Environment variable: the file through which processes of one machine find each other, in place of a port."""
 
 
+_LEAVE_SECONDS = 30.0
 _PATIENCE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.005
 _QUIET_PAUSES = 4  # in a row; a thread may sleep between two calculations
 _TASKS = Path("/proc/self/task")
+_joined_here: list[dist.ProcessGroup | None] = []
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:
@@ -42,24 +52,44 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
+def longer(timeout: timedelta | None) -> timedelta | None:
+    """`timeout`, or :data:`LONG_TIMEOUT` in place of the default one."""
+    return LONG_TIMEOUT if timeout == DEFAULT_TIMEOUT else timeout
+
+
 def default_device() -> torch.device:
-    """This process's device: the CUDA device of its local rank where there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """This process's device: the CUDA device of its local rank where there is one, else the CPU.
+
+    Where a batch system shows each process fewer devices than there are ranks here, often one, they are dealt out among
+    those.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
 
 
 def join_world(device: torch.device, *, timeout: timedelta | None = None) -> None:
     """Makes sure that a default process group exists.
 
     An existing group is kept; under torchrun (``RANK`` and ``WORLD_SIZE`` are set) that world is joined; under plain
-    ``python`` this process becomes a world of one. At its end the process waits a moment for Gloo's threads.
+    ``python`` this process becomes a world of one. At its end the process waits a moment for Gloo's threads, and leaves
+    NCCL's groups that were made here.
+
+    Args:
+        timeout: how long ranks wait for each other; until a mesh sets it, :func:`longer`. None for torch's own.
     """
+    timeout = longer(timeout)
     end_after_threads()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
+    _warn_of_loopback()
+    if device.type == "cuda":
+        for name, value in flight_recorder().items():
+            os.environ[name] = value
+        leave_at_exit()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if under_torchrun() and STORE_FILE in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -69,6 +99,61 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    _joined_here[:] = [dist.group.WORLD]
+
+
+def flight_recorder() -> dict[str, str]:
+    """The environment variables that make NCCL's watchdog write, before it ends a process whose collective did not end
+    in time, which collectives the rank has made. Those that the user has set, by either of their names, are left out.
+
+    They are read when a process makes its first group.
+    """
+    settings = {
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"): "2000",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    return {names[0]: value for names, value in settings.items() if not any(name in os.environ for name in names)}
+
+
+def _warn_of_loopback() -> None:
+    """Says so where other machines could not reach Gloo, which listens at the address of this machine's name."""
+    alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) == world_size()
+    if not under_torchrun() or alone or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        address = str(error)
+    if address.startswith("127.") or not address[:1].isdecimal():
+        logger.warning(
+            "the name of this machine, %s, leads to %s, where ranks on other machines cannot reach it over Gloo: set "
+            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface that they share, such as eth0",
+            socket.gethostname(),
+            address,
+        )
+
+
+@cache
+def leave_at_exit() -> None:
+    """At the end of this process, ends the groups of a world that was made here: NCCL's may hang or warn otherwise.
+
+    Not after an error, when ranks would wait for each other, and for at most 30 seconds. Once per process.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or not was_joined_here(world) or getattr(sys, "last_value", None) is not None:
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
+
+
+def was_joined_here(group: dist.ProcessGroup) -> bool:
+    """Whether `group` is the world, and :func:`join_world` has made it."""
+    return group is dist.group.WORLD and _joined_here == [group]
 
 
 def world_size() -> int:

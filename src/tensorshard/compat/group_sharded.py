@@ -273,8 +273,11 @@ def _unscaler(groups: list[dist.ProcessGroup]) -> Any:
         gradients = [
             to_local(p.grad) for options in optimizer.param_groups for p in options["params"] if p.grad is not None
         ]
-        if gradients:
-            unscale_(gradients, found, inverse)
+        for device in {gradient.device for gradient in gradients}:  # offloaded ones are in the host's memory
+            here = found if device == found.device else torch.zeros_like(found, device=device)
+            unscale_([g for g in gradients if g.device == device], here, inverse.to(device))
+            if here is not found:
+                found.add_(here.to(found.device))
         for group in groups:
             all_reduce_(found, group, dist.ReduceOp.MAX)
         return {found.device: found}

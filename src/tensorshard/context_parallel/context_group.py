@@ -34,6 +34,7 @@ class ContextGroup:
         received: bytes that came from other ranks, by what they were for. What backward exchanges ends in ``'``.
         calls: exchanges, by what they were for.
         fallbacks: (operation, line of the user's code) -> how often it was computed on whole tensors.
+        causal_calls: how often causal attention was computed, in which later positions take longer.
         call: describes the exchange under way, equal on all ranks that make the same one.
         pieces: plain tensors that are views of sequence tensors in torch, see :mod:`views`.
         refetches: whether backward fetches the keys and values of attention again, instead of keeping all ranks'.
@@ -44,6 +45,7 @@ class ContextGroup:
         self.received: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self.causal_calls = 0
         self.call = ""
         self.refetches = False
         self.pieces: list[Any] = []

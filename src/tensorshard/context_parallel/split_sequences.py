@@ -2,8 +2,9 @@
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.context_parallel import ContextGroup, cut, whole
+from tensorshard.context_parallel.layout_changes import gathered, part_of
+from tensorshard.context_parallel.layouts import contiguous, expanded, zigzag
+from tensorshard.context_parallel.sequence_layout import SequenceLayout
+from tensorshard.context_parallel.sequence_tensor import SequenceTensor
+from tensorshard.model.batches import call_arguments
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
-from tensorshard.model.whole_sequences import WholeSequences
+from tensorshard.model.tensors import TensorSpec
+from tensorshard.model.whole_sequences import Crossing, PositionOrder, WholeSequences
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 logger = logging.getLogger("tensorshard")
 
 _SHOWN = 5
+_NEIGHBOURS = ("halo", "recurrent", "recurrent state")
+"""Exchanges that send less where a rank has one run of positions."""
 
 
 class SplitSequences(WholeSequences):
@@ -30,12 +39,29 @@ class SplitSequences(WholeSequences):
         model: the root of what this rank computes.
         group: the ranks that share sequences.
         dims: as :class:`tensorshard.Plan` takes ``cp_dims``.
+        order: of positions.
+        keeps_keys: whether keys and values of all ranks are kept for backward, and not fetched again.
+        in_stages: whether `model` is a stage of a pipeline, whose stages decide together.
     """
 
     are_split = True
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, dims: Mapping[str, int] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        dims: Mapping[str, int] | None,
+        *,
+        order: PositionOrder,
+        keeps_keys: bool,
+        in_stages: bool,
+    ) -> None:
         self.group = ContextGroup.of(group)
+        self.group.refetches = not keeps_keys
+        self.order: PositionOrder = order
+        order.sources.append(self._notes)
+        self._in_stages = in_stages
+        self._has_run = False
         self._dims = dims
         self._parameters = [
             name
@@ -56,6 +82,10 @@ class SplitSequences(WholeSequences):
         self._say_what_was_gathered()
         return result
 
+    def _notes(self) -> tuple[int, int]:
+        """How often causal attention was computed, and how often neighbouring positions were exchanged."""
+        return self.group.causal_calls, sum(self.group.calls[what] for what in _NEIGHBOURS)
+
     def _say_what_was_gathered(self) -> None:
         """After the first loss: which operations were computed on whole sequences, since no rule knows them."""
         if self._is_told:
@@ -73,7 +103,10 @@ class SplitSequences(WholeSequences):
     def _cut(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        named = {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}
+        if self._has_run and self.order.is_open and not self._in_stages:
+            self.order.choose(self.order.notes())
+        self._has_run = True
+        named = self._named(args, kwargs)
         if self._dims is None:
             length = sequence_length(named)
             given = {name: tree_map(lambda leaf: self._cut_leaf(leaf, length), value) for name, value in named.items()}
@@ -88,6 +121,17 @@ class SplitSequences(WholeSequences):
         positional = [given[name] for name in self._names(len(args))]
         return tuple(positional), {name: given[name] for name in kwargs}
 
+    def crossing(self, inputs: Any) -> Crossing:
+        named = self._named(*call_arguments(inputs))
+        if self._dims is None:
+            lengths = {sequence_length(named)} - {None}
+        else:
+            lengths = {named[name].shape[dim] for name, dim in self._dims.items() if name in named}
+        return _CrossingParts(self.group, list(map(self._layout, lengths)))
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}
+
     def _names(self, count: int) -> list[str]:
         """What positional arguments are called."""
         names = self._parameters[:count]
@@ -95,7 +139,7 @@ class SplitSequences(WholeSequences):
 
     def _cut_leaf(self, leaf: Any, length: int | None) -> Any:
         dim = None if length is None else sequence_dim(leaf, length)
-        return leaf if dim is None else cut(leaf, dim)
+        return leaf if dim is None else self._cut_along(leaf, dim)
 
     def _cut_named(self, name: str, value: Any) -> Any:
         assert self._dims is not None
@@ -105,7 +149,57 @@ class SplitSequences(WholeSequences):
         if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
             given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(f"cp_dims says that dimension {dim} of {name!r} is its sequence, but it is {given}")
-        return cut(value, dim % value.dim())
+        return self._cut_along(value, dim % value.dim())
+
+    def _cut_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return cut(tensor, dim, self._layout(tensor.shape[dim]))
+
+    def _layout(self, length: int) -> SequenceLayout:
+        is_zigzag = self.order.name == "zigzag" and length >= 4 * self.group.size
+        return (zigzag if is_zigzag else contiguous)(length, self.group.size)
+
+
+class _CrossingParts(Crossing):
+    """A rank hands over its positions. Where a stage has a tensor in another layout, it is brought into this one.
+
+    Args:
+        layouts: of the sequences that were cut.
+    """
+
+    def __init__(self, group: ContextGroup, layouts: Sequence[SequenceLayout]) -> None:
+        self._group = group
+        self._layouts = {layout.length: layout for layout in layouts}
+
+    def spec(self, spec: TensorSpec) -> TensorSpec:
+        where = self._where(spec.shape)
+        if where is None:
+            return spec
+        shape = list(spec.shape)
+        shape[where[0]] = where[1].sizes[self._group.rank]
+        stride = torch.empty(shape, device="meta").stride()
+        return replace(spec, shape=tuple(shape), stride=tuple(stride))
+
+    def part(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        where = self._where(spec.shape)
+        return gathered(tensor, "stage") if where is None else part_of(tensor, *where, "stage", self._group)
+
+    def joined(self, part: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        where = self._where(spec.shape)
+        return part if where is None else SequenceTensor(part, *where, self._group)
+
+    def _where(self, shape: Sequence[int]) -> tuple[int, SequenceLayout] | None:
+        """The dimension that is split, and how: that of a sequence, else one that is probably made from it. None for a
+        tensor that is too small to be split."""
+        for dim in (*range(1, len(shape)), 0):
+            if dim < len(shape) and shape[dim] in self._layouts:
+                return dim, self._layouts[shape[dim]]
+        for length, layout in self._layouts.items():
+            if shape and shape[0] and shape[0] % length == 0:  # samples and positions as one dimension
+                return 0, expanded(layout, shape[0] // length, 1)
+        dim = min(len(shape) - 1, 1 if len(shape) < 4 else 2)
+        if dim < 0 or shape[dim] < 2 * self._group.size:
+            return None
+        return dim, contiguous(shape[dim], self._group.size)
 
 
 def sequence_length(named: Mapping[str, Any]) -> int | None:

@@ -114,7 +114,7 @@ class Engine(LoopMethods, StateMethods):
         self.loss_fn = loss_fn
         self.storage = storage
         self._heap = heap
-        self._steps = StepCounter(heap, warns=mesh.rank == 0)
+        self._steps = StepCounter(heap, mesh, warns=mesh.rank == 0)
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._means = UnevenMeans(mesh, plan.micro_batches)
         objective = Objective(loss_fn, plan.precision, device, sharded.calling_user, self._means)

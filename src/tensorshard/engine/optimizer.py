@@ -159,17 +159,20 @@ class StepCounter:
 
     Args:
         heap: looks at this process's memory; None where it is not looked at.
+        mesh: told of each step.
         warns: whether this rank warns of schedulers.
     """
 
-    def __init__(self, heap: HostHeap | None, *, warns: bool) -> None:
+    def __init__(self, heap: HostHeap | None, mesh: Mesh, *, warns: bool) -> None:
         self.taken = 0
+        self._mesh = mesh
         self._heap = heap
         self._warns = warns
 
     def count(self) -> None:
         """Called after each step, skipped ones of fp16 included."""
         self.taken += 1
+        self._mesh.end_start()
         if self._heap is not None:
             self._heap.after_call()
         if self._warns:

@@ -110,11 +110,12 @@ class PipelineStepRunner(StepRunner):
         All of them raise the error when the micro-batches are over.
         """
         try:
-            with self._sharded.computing_loss():
+            with self._sharded.computing_loss(), self._sharded.sequences.active():
                 if part.counts:
-                    total, count = self._objective(output(), part.inputs, part.targets)
+                    loss = self._objective(output(), part.inputs, part.targets)
                 else:
-                    total, count = self._objective.of_none(output(), part.targets, part.none)
+                    loss = self._objective.of_none(output(), part.targets, part.none)
+                total, count = self._sharded.sequences.whole(loss)
             if trains:
                 check_has_gradient(total)
                 self._check_output_is_seen()
@@ -162,7 +163,8 @@ class PipelineStepRunner(StepRunner):
         outputs: dict[int, Any] = {}
 
         def consume(index: int, output: Callable[[], Any]) -> None:
-            outputs[index] = widen_output(output())
+            with self._sharded.sequences.active():
+                outputs[index] = widen_output(self._sharded.sequences.whole(output()))
 
         self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
         return [outputs[index] for index in sorted(outputs)]
@@ -176,7 +178,9 @@ class PipelineStepRunner(StepRunner):
 
     def _broadcast_loss(self, tally: LossTally, parts: int) -> StepLoss:
         """Sends the last stage's loss to every rank, and what any rank has met to all."""
-        message = torch.zeros(6, dtype=torch.float64, device=self._device)
+        order = self._sharded.sequences.order
+        notes = order.notes() if order is not None and order.is_open else []
+        message = torch.tensor([0.0] * 6 + notes, dtype=torch.float64, device=self._device)
         if self._is_last:
             mean, correction = tally.mean(), tally.correction()
             message[0] = mean
@@ -187,6 +191,9 @@ class PipelineStepRunner(StepRunner):
         message[4] = float(torch.is_grad_enabled() and self._sharded.is_stale)
         all_reduce_(message, self._group, what="the loss of the last stage")
         wide, failed, stale = map(bool, world().known(message[2:5], [False] * 3))
+        if notes:  # of all stages together
+            assert order is not None
+            order.choose(world().known(message[6:], [0.0] * len(notes)))
         if failed:
             last = self._sharded.last_rank
             decide_once(self._raise_failure, self._group, rank=last, device=self._device)

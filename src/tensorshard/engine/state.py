@@ -168,7 +168,7 @@ class StateMethods:
             RuntimeError: a rank could not write, or an earlier save in the background has failed. The message names
                 the path.
         """
-        with explained("engine.save", self._watch):
+        with explained("engine.save", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
             manager, extra = self._checkpoints(), {} if extra is None else extra
@@ -207,7 +207,7 @@ class StateMethods:
         Raises:
             RuntimeError: the save has failed; the message names its path and the rank.
         """
-        with explained("engine.wait_for_save", self._watch):
+        with explained("engine.wait_for_save", self._watch), self.mesh.waiting_longer():
             self._background.wait()
 
     @property
@@ -228,7 +228,7 @@ class StateMethods:
             ValueError: its tensors are not those of this model or optimizer; names the first that differ. Or it is
                 damaged; names the file.
         """
-        with explained("engine.load", self._watch):
+        with explained("engine.load", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
             return self._checkpoints().load(local_or_url(path))
@@ -248,7 +248,12 @@ class StateMethods:
                 wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
             ),
             WeightsPart(self.sharded),
-            NumbersPart(step_count=self._steps, scaler=self.scaler, loaders=self.loaders),
+            NumbersPart(
+                step_count=self._steps,
+                scaler=self.scaler,
+                loaders=self.loaders,
+                sequences=self.sharded.sequences.order,
+            ),
             RandomPart(self.random, self.plan, self.mesh),
             RegisteredPart(self._states, self.mesh),
         )
@@ -284,7 +289,7 @@ class StateMethods:
                 weights. Nothing was written.
             ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
         """
-        with explained("engine.save_pretrained", self._watch):
+        with explained("engine.save_pretrained", self._watch), self.mesh.waiting_longer():
             self._finish_update()
             options = {"dtype": dtype, "max_shard_size": max_shard_size, "overwrite": overwrite}
             _write_pretrained(self.sharded, self.mesh, as_path(path), **options)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tensorshard.comm.collectives import broadcast_
 from tensorshard.comm.groups import Group, resolve_mesh
 from tensorshard.comm.marks import _PARALLEL_DIM, ParallelMark, get_layout, set_mark
 from tensorshard.comm.sharded_tensors import own_shard, refuse_foreign_shard, say_whose
@@ -107,7 +108,7 @@ class ParallelModule(ConvertibleModule):
         """Makes a parameter that every rank holds in full, with the values of the group's first rank."""
         parameter = self._marked(full.detach().clone(memory_format=torch.contiguous_format), None, None, full)
         if self.mesh.size() > 1 and type(full) in (torch.Tensor, nn.Parameter) and not full.is_meta:
-            dist.broadcast(parameter.detach(), group_src=0, group=self.group)
+            broadcast_(parameter, self.group)
         return parameter
 
     def layout_of(self, name: str) -> ParallelMark | None:

@@ -6,6 +6,7 @@ so tests without a GPU check what runs on one.
 """
 
 import functools
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch
 
 from tensorshard.loss.formulas import cap, cap_slope, softmax_slope
 from tensorshard.torch_private.dispatch import has_dispatch_mode
+
+logger = logging.getLogger("tensorshard")
 
 _BLOCK = 128
 _SMALLEST_BLOCK = 32
@@ -142,12 +145,33 @@ def compiled_kernels(backend: str = "inductor") -> Kernels:
     return Kernels(**{name: torch.compile(function, backend=backend, dynamic=True) for name, function in functions})
 
 
+@functools.cache
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile makes kernels for `device` on this machine. Tries it once a process, in some seconds.
+
+    Triton compiles a C file for the driver, so it needs a C compiler and Python's headers, which images for inference
+    leave out.
+    """
+    try:
+        values = [torch.zeros(shape, device=device) for shape in ((2, 32), (2,), (2,))]
+        compiled_kernels().online_softmax(*values[:2], values[2].double())
+    except Exception as error:
+        cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        logger.warning(
+            "torch.compile makes no kernels here, so losses over many classes are computed by plain operations, which "
+            "are slower; it needs Triton, a C compiler and Python's headers: %s",
+            cause,
+        )
+        return False
+    return True
+
+
 def choose_kernels(tensor: torch.Tensor) -> Kernels:
-    """On a GPU the compiled kernels, if Triton is installed, to which torch.compile translates them.
+    """On a GPU the compiled kernels, if Triton is installed, to which torch.compile translates them, and works.
 
     On CPUs, and where a mode watches or fakes operations, plain PyTorch.
     """
     real = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
     if tensor.device.type != "cuda" or not real or has_dispatch_mode() or find_spec("triton") is None:
         return REFERENCE
-    return compiled_kernels()
+    return compiled_kernels() if can_compile(tensor.device) else REFERENCE

@@ -1,7 +1,72 @@
 """Where a model without context parallelism has its sequences: whole, on every rank."""
 
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
+
+from tensorshard.model.tensors import TensorSpec
+
+logger = logging.getLogger("tensorshard")
+
+
+class Crossing:
+    """What a rank hands to the next stage of a pipeline, where sequences are whole: all of each tensor."""
+
+    def spec(self, spec: TensorSpec) -> TensorSpec:
+        """Of what is sent for a tensor of the model that has this `spec`."""
+        return spec
+
+    def part(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """What is sent for `tensor`."""
+        return tensor
+
+    def joined(self, part: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """The model's tensor of which this rank was sent `part`."""
+        return part
+
+
+class PositionOrder:
+    """In which order the ranks of context parallelism hold positions; the stages that a rank has share it.
+
+    In zig-zag order each rank has as much of causal attention to compute as any other. Where neighbouring positions are
+    exchanged, one run of positions is better.
+
+    Args:
+        name: "zigzag", "contiguous", or "auto" to decide it after a first run.
+
+    Attributes:
+        sources: of each part of a model, how often it has computed causal attention, and exchanged neighbours.
+    """
+
+    def __init__(self, name: str = "auto") -> None:
+        self.name = name
+        self.sources: list[Callable[[], tuple[int, int]]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is to be decided."""
+        return self.name == "auto"
+
+    def notes(self) -> list[int]:
+        """What speaks for zig-zag order, and what speaks against it; the same on all ranks that share sequences."""
+        return [sum(column) for column in zip(*(source() for source in self.sources), strict=True)]
+
+    def choose(self, notes: Sequence[float]) -> None:
+        """Decides by :meth:`notes`."""
+        self.name = "zigzag" if notes[0] and not notes[1] else "contiguous"
+        logger.info("context parallelism: ranks hold positions in %s order from now on", self.name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order, with which a run that goes on computes the same to the last bit."""
+        return {"name": self.name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over an order, unless this one is decided."""
+        if self.is_open:
+            self.name = str(state["name"])
 
 
 class WholeSequences:
@@ -9,9 +74,11 @@ class WholeSequences:
 
     Attributes:
         are_split: whether ranks have parts of sequences.
+        order: of the positions that ranks hold; None where they hold all.
     """
 
     are_split = False
+    order: PositionOrder | None = None
 
     def active(self) -> AbstractContextManager[object]:
         """Within this, the model and the loss compute with parts of sequences."""
@@ -20,3 +87,11 @@ class WholeSequences:
     def whole(self, tree: Any) -> Any:
         """`tree` with whole tensors. A collective of the ranks, if any of them is split."""
         return tree
+
+    def crossing(self, inputs: Any) -> Crossing:
+        """How tensors of a micro-batch go from stage to stage of a pipeline.
+
+        Args:
+            inputs: the model's, as for ``Engine.step``.
+        """
+        return Crossing()

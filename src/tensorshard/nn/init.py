@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tensorshard.comm import groups, primitives
+from tensorshard.comm.collectives import broadcast_
 from tensorshard.comm.marks import _PARALLEL_DIM, get_layout, split_parameter_of
 from tensorshard.comm.sharded_tensors import own_group, own_shard
 
@@ -45,7 +45,7 @@ def shard_init_helper_(
     if layout is None:
         init_method(tensor, *args, **kwargs)
         if hasattr(tensor, _PARALLEL_DIM) and groups.is_initialized() and _has_values(tensor):
-            dist.broadcast(tensor.detach(), group_src=0, group=groups.get_group())  # the layer has dim=None
+            broadcast_(tensor, groups.get_group())  # the layer has dim=None
         return tensor
     group, shape = own_group(parameter), list(tensor.shape)
     if layout.dim is not None:
@@ -56,7 +56,7 @@ def shard_init_helper_(
     full = tensor.new_empty(shape)
     init_method(full, *args, **kwargs)
     if _has_values(full):
-        dist.broadcast(full, group_src=0, group=group)
+        broadcast_(full, group)
     tensor.copy_(own_shard(full, layout))
     return tensor
 

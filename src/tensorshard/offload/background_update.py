@@ -15,9 +15,13 @@ class BackgroundUpdate:
     """Runs one update at a time in a thread, and notes which master weights it has updated.
 
     The next update goes in the order in which the last forward needed the master weights.
+
+    Args:
+        begin: called first in each thread that updates.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
         self._changed = threading.Condition()
         self._pending: set[nn.Parameter] = set()  # master weights that are not updated yet
         self._thread: threading.Thread | None = None
@@ -52,6 +56,7 @@ class BackgroundUpdate:
     def _run(self, update: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
+            self._begin()
             with torch.no_grad():
                 update()
         except Exception as error:

@@ -55,7 +55,7 @@ class OffloadedOptimizer(Update):
         offloaded: Mapping[str, OffloadedMaster],
         agree: Callable[[Exception | None], None],
     ) -> None:
-        self.background = BackgroundUpdate()
+        self.background = BackgroundUpdate(*([] if tiers.copies is None else [tiers.copies.make_current]))
         self._pending = False  # the ranks do not know yet how the last update ended
         self._step_scale: torch.Tensor | float | None = None  # of the gradients of the step that the Engine takes
         self._returns_early = False  # that step does

@@ -268,7 +268,8 @@ class OffloadedParameters(ParameterUnits):
                 slot.moved += _nbytes(slot)
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tensorshard-parameters")
+            begin = None if self._tiers.copies is None else self._tiers.copies.make_current
+            self._pool = ThreadPoolExecutor(_THREADS, "tensorshard-parameters", begin)
         view, offset = memoryview(buffer.memory.mapped), 0
         for index, (slot, tensor) in enumerate(zip(buffer.unit.slots, buffer.tensors, strict=True)):
             each = max(1, _REQUEST_BYTES // tensor.element_size() // TILE_ALIGNMENT) * TILE_ALIGNMENT

@@ -321,7 +321,8 @@ class Transfers:
 
     def _threads_of_pool(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tensorshard-offload")
+            begin = None if self._copies is None else self._copies.make_current
+            self._pool = ThreadPoolExecutor(self._threads, "tensorshard-offload", begin)
         return self._pool
 
     def _buffer(self, writing: deque[_UnderWay]) -> mmap.mmap:

@@ -33,6 +33,7 @@ from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.model.transformers_settings import GenerationCache
+from tensorshard.model.whole_sequences import PositionOrder
 from tensorshard.parallelize.checks import as_device, check_arguments, check_model
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.parallelize.parallel_layers import split_by_hand
@@ -205,6 +206,7 @@ def shard_model(
         decisions.experts or {},
         storage=storage,
         parameters=decisions.parameters,
+        order=PositionOrder(plan.cp_order),
     )
     if mesh.degrees["pp"] > 1:
         from tensorshard.parallelize.stages import shard_stages

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.world import default_device
 from tensorshard.common.kinds import kind_of
 from tensorshard.engine.combined_optimizer import ByParameter
 from tensorshard.layers.parallel_module import ParallelModule
@@ -55,7 +56,7 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """The device that the user named for this rank.
+    """The device that the user named for this rank: "cuda" is the one that it has set, or else that of its local rank.
 
     Raises:
         ValueError: the device does not exist, or not on this machine.
@@ -73,7 +74,10 @@ def as_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device {device!r} was given, but there is no CUDA device here; use 'cpu', or leave it out")
     if named.index is not None and named.index >= count:
         raise ValueError(f"device {device!r} was given, but there are {count} CUDA devices here, from 'cuda:0' on")
-    return torch.device("cuda", torch.cuda.current_device()) if named.index is None else named
+    if named.index is not None:
+        return named
+    chosen = torch.cuda.current_device()  # by the user; 0 if nobody has chosen one
+    return torch.device("cuda", chosen) if chosen else default_device()
 
 
 def _check_is_model(model: Any) -> None:

@@ -74,8 +74,10 @@ def parallelize(
         sample_targets: for "auto": targets of that batch, where the loss takes others than classes or values like the
             model's output.
         fixed: for "auto": a dict of the Plan's fields that you insist on, or a Plan.
-        timeout: how long a rank waits for the others in a collective before it raises an error: a timedelta, or
-            seconds. It holds for process groups that are made here. A world that exists already keeps its own.
+        timeout: how long a rank waits for the others in a collective before it raises an error (on NCCL: before torch's
+            watchdog ends the process, see ``docs/gpus.md``): a timedelta, or seconds. By default it is 5 minutes, and
+            30 until the first step is over and while checkpoints are saved or read, since then one rank may work for
+            long. It holds for process groups that are made here. A world that exists already keeps its own.
         debug: whether the first step also finds out if the loss compares samples with each other, and logs it. Such a
             loss depends on the number of data ranks and micro-batches. It costs two evaluations of the first batch.
             Also, every recomputed forward (`Plan.recompute`) is compared with the first one by values, in all steps.

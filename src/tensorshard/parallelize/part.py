@@ -10,7 +10,7 @@ from torch import nn
 from tensorshard.comm.marks import ParallelMark
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.loss.logits.output_layers import OutputLogits
-from tensorshard.model.whole_sequences import WholeSequences
+from tensorshard.model.whole_sequences import PositionOrder, WholeSequences
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
@@ -33,6 +33,7 @@ class PassContext:
             table.
         storage: where values are kept.
         parameters: as in :class:`tensorshard.parallelize.decisions.Decisions`.
+        order: in which order ranks hold the positions of sequences.
     """
 
     plan: Plan
@@ -43,6 +44,7 @@ class PassContext:
     experts: "Mapping[str, RoutedCall]" = field(default_factory=dict)
     storage: Storage = field(default_factory=DeviceStorage)
     parameters: int | None = None
+    order: PositionOrder = field(default_factory=PositionOrder)
 
 
 @dataclass

@@ -68,7 +68,14 @@ def context_parallel(part: Part, context: PassContext) -> None:
     if context.mesh.degrees["cp"] > 1:
         from tensorshard.context_parallel.split_sequences import SplitSequences
 
-        part.sequences = SplitSequences(part.module, context.mesh.group("cp"), context.plan.cp_dims)
+        part.sequences = SplitSequences(
+            part.module,
+            context.mesh.group("cp"),
+            context.plan.cp_dims,
+            order=context.order,
+            keeps_keys=context.plan.recompute == "full",
+            in_stages=context.plan.pp > 1,
+        )
 
 
 def tiled_logits(part: Part, context: PassContext) -> None:

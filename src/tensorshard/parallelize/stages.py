@@ -58,6 +58,8 @@ def shard_stages(
     stages = [StageModule(model, shapes, index) for index in mesh.stages]
     value_of = _values(source, stages, mesh, context.device, broadcast=broadcast)
     parts = [apply_passes(_part_of(stage, model, value_of, context.plan), context) for stage in stages]
+    for stage, part in zip(stages, parts, strict=True):
+        stage.sequences = part.sequences
     return PipelinedModel(model, stages, parts, mesh)
 
 

@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tensorshard.comm.world import longer, was_joined_here
 from tensorshard.plan.plan import AXES, Plan, coordinates
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
@@ -33,7 +36,9 @@ class Mesh:
         plan: a resolved plan.
         device_type: of the tensors that are sent, "cpu" or "cuda".
         group: the processes to use; all of the world if None.
-        timeout: how long ranks wait for each other in the groups that are made here; None for torch's own.
+        timeout: how long ranks wait for each other in the groups that are made here, and in a world that
+            :func:`~tensorshard.comm.world.join_world` made; None for torch's own. Of the default one, half an hour
+            becomes until :meth:`end_start`, and in :meth:`waiting_longer`.
 
     Raises:
         ValueError: the plan's degrees do not multiply to the world size.
@@ -56,6 +61,8 @@ class Mesh:
     ) -> None:
         self._timeout = timeout
         self._group = group
+        self._made: list[dist.ProcessGroup] = []  # whose timeouts are set here
+        self._starts = True
         self._members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = len(self._members)
@@ -71,10 +78,34 @@ class Mesh:
             self.device_mesh = _device_mesh(device_type, self._members, shape, self._axes, group)
         for axis in self._axes:
             self._apply_timeout(self.device_mesh.get_group(axis))
+        self._apply_timeout(self.world_group)
 
     def _apply_timeout(self, made: dist.ProcessGroup) -> None:
-        if self._timeout is not None and made is not self.world_group and made is not dist.group.WORLD:
-            set_group_timeout(made, self._timeout)
+        given = made is self.world_group or made is dist.group.WORLD
+        if self._timeout is not None and made not in self._made and (not given or was_joined_here(made)):
+            self._made.append(made)
+            self._set_timeouts([made], long=self._starts)
+
+    def _set_timeouts(self, groups: list[dist.ProcessGroup], *, long: bool) -> None:
+        timeout = longer(self._timeout) if long else self._timeout
+        for group in groups:
+            assert timeout is not None
+            set_group_timeout(group, timeout)
+
+    def end_start(self) -> None:
+        """Called after each step: from the first one on, ranks wait for each other for `timeout`."""
+        if self._starts:
+            self._starts = False
+            self._set_timeouts(self._made, long=False)
+
+    @contextmanager
+    def waiting_longer(self) -> Iterator[None]:
+        """Inside, a rank may work for long while the others wait, as one that writes to a slow disk does."""
+        self._set_timeouts(self._made, long=True)
+        try:
+            yield
+        finally:
+            self._set_timeouts(self._made, long=self._starts)
 
     def index(self, axis: str) -> int:
         """This rank's place along `axis`."""
@@ -170,7 +201,10 @@ class Mesh:
         if plan.ep == 1:
             return self
         seen = replace(plan, dp_shard=plan.dp_shard // plan.ep, tp=plan.ep, ep=1)
-        return Mesh(seen, self.device_mesh.device_type, self._group, timeout=self._timeout)
+        made = Mesh(seen, self.device_mesh.device_type, self._group, timeout=self._timeout)
+        self._made += [group for group in made._made if group not in self._made]
+        made._made = self._made  # groups that are made later get their timeouts with all others
+        return made
 
     def _mesh_of(self, **groups: dist.ProcessGroup) -> DeviceMesh:
         """The mesh with these groups as its dimensions, by their names."""

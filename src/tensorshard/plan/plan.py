@@ -19,6 +19,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 RECOMPUTE_MODES = ("none", "selective", "full")
 LOGITS_MODES = ("auto", "tiled", "whole")
+CP_ORDERS = ("auto", "contiguous", "zigzag")
 
 # Fields that only matter along one of the axes.
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
@@ -74,6 +75,8 @@ class Plan:
             and gradients; None keeps all on the device.
         cp_dims: the dimension of the sequence of inputs, by their names, such as ``{"input_ids": 1}``; inputs without a
             name are called by the forward's parameters. None to find it.
+        cp_order: the order in which ranks hold positions: "contiguous"; "zigzag", in which each rank has as much of
+            causal attention to compute; "auto" to choose after the first batch, by what the model computes.
         logits: whether ``Engine.step`` and ``evaluate`` hold a model's logits: "whole" for yes; "tiled" for a tile at
             a time, wherever a cross entropy allows it; "auto" for tiles where logits are large. See
             ``docs/logits.md``.
@@ -114,6 +117,7 @@ class Plan:
     pp_units: list[str] | None = None
     logits: str = "auto"
     cp_dims: dict[str, int] | None = None
+    cp_order: str = "auto"
     ep: int = 1
 
     def __post_init__(self) -> None:
@@ -141,6 +145,7 @@ class Plan:
         object.__setattr__(self, "shard_units", as_shard_units(self.shard_units))
         check_table(self.tp_plan)
         check_dims(self.cp_dims)
+        check_choice("cp_order", self.cp_order, CP_ORDERS)
         object.__setattr__(self, "offload", as_offload(self.offload))
         for name in ("pp_split", "pp_units"):
             object.__setattr__(self, name, as_module_names(name, getattr(self, name)))
@@ -180,13 +185,12 @@ class Plan:
         return replace(self, **{free: world_size // known})._checked()
 
     def _check_context(self) -> None:
-        if self.cp_dims is not None and self.cp == 1:
-            raise ValueError("cp_dims was given, but cp=1 splits no sequences; set cp, or leave cp_dims at None")
-        if self.cp > 1 and self.pp > 1:
-            raise ValueError(
-                f"cp={self.cp} was given with pp={self.pp}, but stages do not hand over parts of sequences yet; set "
-                f"pp=1 (dp_shard, zero=3 and tp go with cp), or cp=1"
-            )
+        for name, default in (("cp_dims", None), ("cp_order", "auto")):
+            if getattr(self, name) != default and self.cp == 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} was given, but cp=1 splits no sequences; set cp, or leave {name} "
+                    f"at {default!r}"
+                )
         if self.cp > 1 and self.compile:
             raise ValueError(
                 f"compile=True was given with cp={self.cp}, but torch.compile does not follow tensors of which a rank "

@@ -256,7 +256,7 @@ def estimate(
     ranks_here = world_size
     if found is not None and found.rates is not None:
         ranks_here = min(world_size, found.rates.devices_per_node)
-    device_bytes = found.context if found is not None else 0
+    device_bytes = found.context_under(resolved) if found is not None else 0
     tried = replace(resolved, micro_batches=enough_micro_batches(resolved, inputs, targets))
     size = batch_size(inputs)
     samples = size * tried.micro_batches // resolved.micro_batches

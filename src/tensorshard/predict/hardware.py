@@ -17,7 +17,9 @@ import torch
 
 from tensorshard.common.paths import cache_folder
 from tensorshard.plan.field_checks import size_in_bytes
+from tensorshard.plan.plan import AXES, Plan
 
+_COMMUNICATOR = 1 << 28
 _GIB = 1 << 30
 
 THIS_MACHINE = "this-machine"
@@ -76,8 +78,8 @@ class Hardware:
     Args:
         name: the device's name.
         memory: bytes that it has, as its driver says.
-        context: bytes that a process takes before its first tensor: the context, libraries and communicators. They are
-            assumed for a GPU, and measured for this machine's CPU.
+        context: bytes that a process takes before its first tensor: the context, libraries and one communicator. They
+            are assumed for a GPU, and measured for this machine's CPU.
         rates: how fast it is; None if that is not known.
         source: where the numbers come from.
         time_ratio, memory_ratio: measured over estimated, in the last run on it. Searches for plans use them.
@@ -90,6 +92,11 @@ class Hardware:
     source: str = ""
     time_ratio: float = 1.0
     memory_ratio: float = 1.0
+
+    def context_under(self, plan: Plan) -> int:
+        """`context`, and on a GPU what the plan's other communicators take: 0.25 GiB each, which is assumed."""
+        others = 0 if self.is_cpu else max(0, communicators(plan) - 1)
+        return self.context + others * _COMMUNICATOR
 
     @property
     def is_measured(self) -> bool:
@@ -105,6 +112,16 @@ class Hardware:
     def is_cpu(self) -> bool:
         """Whether its ranks are known to be CPU processes."""
         return self.rates is not None and not self.rates.asynchronous
+
+
+def communicators(plan: Plan) -> int:
+    """How many communicators NCCL makes for a rank under a resolved `plan`: one for each group with other ranks, and
+    one for each neighbour in a pipeline, as torch's schedules send by themselves what needs no answer."""
+    axes = {axis for axis in AXES if getattr(plan, axis) > 1}
+    data = {"dp_replicate", "dp_shard"}
+    groups = {frozenset({axis}) for axis in axes}
+    groups |= {frozenset(axes & group) for group in (axes, data, data | {"cp"}, {"dp_shard", "cp"})}
+    return len(groups - {frozenset()}) + min(plan.pp - 1, 2)
 
 
 def known_hardware() -> list[str]:

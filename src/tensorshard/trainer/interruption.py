@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tensorshard.comm.collectives import on_group_device
+from tensorshard.comm.groups import world_group
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BATCH_SYSTEMS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 """Environment variables of workers whose batch system may announce the end with SIGUSR1, as Slurm's --signal does."""
@@ -26,8 +29,8 @@ class StopRequest:
     interpreter waits inside a collective. Further SIGTERMs are the same request again, as launchers repeat
     them.
 
-    The ranks' answers are sent from the CPU, so that asking does not wait for a GPU. So the default process group
-    needs a backend for the CPU, which ``join_world`` gives it.
+    The ranks' answers are sent from the CPU, so that asking does not wait for a GPU. That takes a backend for the CPU,
+    which ``join_world`` gives the default process group; in a world without one, they are sent from the GPU.
     """
 
     def __init__(self) -> None:
@@ -58,7 +61,8 @@ class StopRequest:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self.requested
         flag = torch.tensor(int(self.requested), dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        with on_group_device(flag, world_group()) as sent:
+            dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
 

@@ -88,7 +88,7 @@ def training_loader(
         seed=seed,
         samples_consumed=samples_consumed,
     )
-    return _loader(dataset, sampler, num_workers, collate)
+    return _loader(dataset, sampler, num_workers, collate, engine.mesh)
 
 
 def evaluation_loader(
@@ -111,7 +111,7 @@ def evaluation_loader(
         num_epochs=1,
         drop_last=False,
     )
-    return _loader(dataset, sampler, num_workers, collate)
+    return _loader(dataset, sampler, num_workers, collate, mesh)
 
 
 def sample_inputs(dataset: Dataset[Any], collate: Collate) -> Any:
@@ -123,13 +123,15 @@ def sample_inputs(dataset: Dataset[Any], collate: Collate) -> Any:
     return inputs
 
 
-def _loader(dataset: Dataset[Any], sampler: ShardedBatchSampler, num_workers: int, collate: Collate) -> DataLoader[Any]:
+def _loader(
+    dataset: Dataset[Any], sampler: ShardedBatchSampler, num_workers: int, collate: Collate, mesh: Mesh
+) -> DataLoader[Any]:
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=collate,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=mesh.device_mesh.device_type == "cuda",  # a context on a GPU in no rank that computes on the CPU
         worker_init_fn=ignore_stop_signals,
         # A generator of its own: a DataLoader draws from its generator at each pass, and training's random numbers must
         # not depend on how often a run was resumed or evaluated.

@@ -13,7 +13,7 @@ from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 
-_TOLERANCE = 1e-5
+_TOLERANCES = {"cpu": 1e-5, "cuda": 1e-4}  # GPUs may sum in another order each time
 _STEPS = 3
 
 
@@ -53,7 +53,7 @@ def run(only: Container[str] | None = None) -> None:
         if only is not None and name not in only:
             continue
         difference = _difference(fields, expected, device)
-        ok = difference < _TOLERANCE
+        ok = difference < _TOLERANCES[device.type]
         if not ok:
             wrong.append(name)
         if dist.get_rank() == 0:

@@ -1,5 +1,8 @@
 """What is done to tiles, compiled as GPUs run it, against the plain form, on the CPU."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -70,9 +73,55 @@ def test_which_are_chosen(monkeypatch):
 
     monkeypatch.setattr(kernels, "type", lambda _: torch.Tensor, raising=False)
     monkeypatch.setattr(kernels, "compiled_kernels", lambda: "compiled")
+    monkeypatch.setattr(kernels, "can_compile", lambda _: True)
     assert kernels.choose_kernels(OnGPU()) == "compiled"
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     assert kernels.choose_kernels(OnGPU()) is kernels.REFERENCE
+
+
+NO_COMPILER = """
+import logging, torch
+logging.basicConfig()
+from tensorshard.loss import kernels
+print(kernels.can_compile(torch.device("cpu")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [False, True])
+def test_without_a_compiler_nothing_is_compiled(tmp_path, compiler):
+    """On the CPU, whose kernels need one as Triton does."""
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    if not compiler:
+        variables.pop("CXX", None)
+        variables["PATH"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER], capture_output=True, text=True, env=variables, check=True
+    )
+    assert done.stdout.strip() == str(compiler), done.stderr
+    assert ("it needs Triton, a C compiler and Python's headers" in done.stderr) != compiler
+
+
+def test_a_gpu_without_a_compiler_takes_plain_operations(monkeypatch, caplog):
+    class OnGPU:
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(kernels, "type", lambda _: torch.Tensor, raising=False)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+
+    def fails() -> kernels.Kernels:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(kernels, "compiled_kernels", fails)
+    kernels.can_compile.cache_clear()
+    monkeypatch.setattr(torch, "zeros", lambda shape, device: torch.empty(shape))  # there is no such device here
+    try:
+        for _ in range(2):
+            assert kernels.choose_kernels(OnGPU()) is kernels.REFERENCE
+    finally:
+        kernels.can_compile.cache_clear()
+    assert caplog.text.count("Failed to find C compiler") == 1
 
 
 def test_narrow_products_as_on_a_gpu(monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from tensorshard.comm.world import as_timedelta
 from tensorshard.config import ConfigError
 from tensorshard.trainer.launch import launcher as launch_module
 from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError
@@ -259,6 +260,33 @@ def test_a_killed_worker_comes_before_its_complaining_peers(tmp_path: Path) -> N
     assert error.rank == 1
     assert str(error).startswith("rank 1 of 3 was killed by SIGKILL, most often the kernel's answer")
     assert "last words" in str(error)
+
+
+def test_an_abort_is_explained_by_what_nccl_does(tmp_path: Path) -> None:
+    error = WorkerFailedError({0: _failure(0, -signal.SIGABRT)}, 2, tmp_path)
+
+    assert str(error).startswith("rank 0 of 2 was killed by SIGABRT")
+    assert "NCCL's watchdog, after a collective that did not end within the timeout" in str(error)
+    assert "flight recorder" in str(error)
+
+
+@pytest.mark.parametrize("name", ["", "TORCH_FR_DUMP_TEMP_FILE"])
+def test_ranks_on_gpus_record_their_collectives_beside_their_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    environments: list[dict[str, str]] = []
+
+    def streams(folder: Path, environment: dict[str, str], restarts: int) -> None:
+        environments.append(environment)
+        raise InterruptedError
+
+    monkeypatch.setattr(launch_module, "_Streams", streams)
+    monkeypatch.setattr(launch_module, "visible_gpus", lambda: 2)
+    if name:
+        monkeypatch.setenv(name, "elsewhere")
+    with pytest.raises(InterruptedError):
+        launch(as_timedelta, [1], World(2), log_dir=tmp_path)
+    assert environments[0].get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") == (None if name else str(tmp_path / "nccl-rank"))
 
 
 def test_a_worker_killed_for_not_leaving_comes_after_the_one_that_raised(tmp_path: Path) -> None:

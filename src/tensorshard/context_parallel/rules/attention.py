@@ -1,4 +1,5 @@
-"""Attention: the queries stay, keys and values come, with this rank's own rows of the mask."""
+"""Attention: the queries stay, and keys and values come, with this rank's own rows of the mask. Or, where less is sent
+so, each rank gets all positions of some heads (Jacobs et al., DeepSpeed Ulysses, 2023)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +11,9 @@ import torch
 from torch import arange  # torch.arange itself is replaced while a group is active
 from torch.nn.attention.bias import causal_lower_right
 
-from tensorshard.context_parallel.context_group import ContextGroup
-from tensorshard.context_parallel.exchanges import fetch, tie
+from tensorshard.context_parallel.exchanges import fetch, tie, turn
 from tensorshard.context_parallel.layout_changes import gathered, part_of
+from tensorshard.context_parallel.layouts import elsewhere
 from tensorshard.context_parallel.rule_table import Signature, rule
 from tensorshard.context_parallel.rules.contractions import Letters, batch_letters, contract
 from tensorshard.context_parallel.rules.random_numbers import attention_dropout
@@ -38,13 +39,12 @@ def attention(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if dropout:
         return _composed(q, k, v, mask, dropout, is_causal, **call)
     if isinstance(q, SequenceTensor) and q.split_dim == q.ndim - 2:
+        if _heads_send_less(q, k, v, mask):
+            return _over_heads(func, q, k, v, gathered(mask, "attention mask"), is_causal, call)
         if is_causal:
             return _causal(func, q, k, v, call)
         rows = None if mask is None else _rows_of_mask(mask, q)
-        if q.group.refetches and _are_alike(k, v) and not are_saved_tensors_hooked():
-            return _refetching(func, q, k, v, rows, call)
-        whole_k, whole_v = _whole_keys(k, v)
-        return q.like(func(q.local, whole_k, whole_v, attn_mask=rows, **call))
+        return q.like(_with_keys(lambda k, v: func(q.local, k, v, attn_mask=rows, **call), q, k, v))
     if call["enable_gqa"]:
         return NotImplemented
     letters: list[Letters] = [
@@ -81,41 +81,114 @@ def _are_alike(k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-def _whole_keys(k: Any, v: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_keys(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    q: SequenceTensor,
+    k: Any,
+    v: Any,
+    ends: list[int] | None = None,
+) -> torch.Tensor:
+    """``compute(keys, values)``, with those up to ``ends[rank]``; None for all.
+
+    Where the group says so, backward fetches them again, instead of keeping those of all ranks.
+    """
+    group = q.group
     if not _are_alike(k, v):
-        return gathered(k, "attention"), gathered(v, "attention")
+        whole_k, whole_v = gathered(k, "attention"), gathered(v, "attention")
+        if ends is not None:
+            whole_k, whole_v = (whole.narrow(-2, 0, ends[group.rank]) for whole in (whole_k, whole_v))
+        return compute(whole_k, whole_v)
+    wanted = None if ends is None else PositionLists([np.array([[0, end]]) for end in ends])
     both = torch.cat([k.local, v.local], -1)
-    whole = fetch(both, k.split_dim, k.sequence, None, "attention", k.group)
-    return whole.split([k.shape[-1], v.shape[-1]], -1)  # type: ignore[return-value]
+    seen = fetch(both, k.split_dim, k.sequence, wanted, "attention", group)
+    parts = [k.shape[-1], v.shape[-1]]
+    if not (group.refetches and seen.requires_grad) or are_saved_tensors_hooked():
+        return compute(*seen.split(parts, -1))
+    kept, dim, layout = both.detach(), k.split_dim, k.sequence
+    memory, again = seen.untyped_storage().data_ptr(), list[torch.Tensor]()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != memory:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else again[0].as_strided(*packed)
+
+    @torch.no_grad()
+    def fetch_again(_: torch.Tensor) -> None:
+        again[:] = [fetch(kept, dim, layout, wanted, "attention again", group)]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = compute(*seen.split(parts, -1))
+    # By hooks, so that every rank makes the same exchanges, whatever its operators have kept.
+    out.register_hook(fetch_again)
+    seen.register_hook(lambda _: again.clear())
+    return out
+
+
+def _heads_send_less(q: SequenceTensor, k: Any, v: Any, mask: Any) -> bool:
+    """Whether exchanging positions for heads, and back, sends at most as much as gathering keys and values."""
+    if not _are_alike(k, v) or k.sequence.key != q.sequence.key or not 3 <= k.ndim == q.ndim:
+        return False
+    if mask is not None and not (mask.shape[-2:-1] == (1,) and (mask.ndim < 3 or mask.shape[-3] == 1)):
+        return False  # every rank would need all rows
+    queries, keys, size = q.shape[-3], k.shape[-3], q.group.size
+    if keys % size or queries % keys or q.shape[:-3] != k.shape[:-3]:
+        return False
+    gathered_features = keys * (k.shape[-1] + v.shape[-1])
+    return queries * (q.shape[-1] + v.shape[-1]) + gathered_features <= size * gathered_features
+
+
+def _over_heads(
+    func: Callable[..., Any],
+    q: SequenceTensor,
+    k: SequenceTensor,
+    v: SequenceTensor,
+    mask: Any,
+    is_causal: bool,
+    call: dict[str, Any],
+) -> Any:
+    """Each rank gets all positions of its heads: queries, keys and values in one exchange, the result in another."""
+    group, heads = q.group, k.shape[-3]
+    per_key = q.shape[-3] // heads
+    rows = q.local.unflatten(-3, (heads, per_key)).transpose(-3, -2).flatten(-2)
+    parts = [rows, k.local, v.local]
+    at, positions = q.ndim - 3, q.ndim - 2
+    own = turn(
+        torch.cat(parts, -1), positions, q.sequence, at, elsewhere(heads, group.size), "attention over heads", group
+    )
+    rows, keys, values = own.split([part.shape[-1] for part in parts], -1)
+    queries = rows.unflatten(-1, (per_key, q.shape[-1])).transpose(-3, -2).flatten(-4, -3)
+    out = func(queries, keys, values, attn_mask=mask, is_causal=is_causal, **call)
+    layout = elsewhere(heads * per_key, group.size)
+    return q.like(turn(out, at, layout, positions, q.sequence, "attention over heads", group))
 
 
 def _causal(func: Callable[..., Any], q: SequenceTensor, k: Any, v: Any, call: dict[str, Any]) -> Any:
     """Each run of queries attends to the keys up to its last."""
     group, rank = q.group, q.group.rank
+    group.causal_calls += 1
     keys = k.shape[-2]
     ends = [min(keys, int(runs[:, 1].max()) if len(runs) else 1) for runs in q.sequence.runs]
-    wanted = PositionLists([np.array([[0, end]]) for end in ends])
-    if _are_alike(k, v):
-        both = torch.cat([k.local, v.local], -1)
-        both = fetch(both, k.split_dim, k.sequence, wanted, "attention", group)
-        k, v = both.split([k.shape[-1], v.shape[-1]], -1)
-    else:
-        k, v = (gathered(t, "attention").narrow(-2, 0, ends[rank]) for t in (k, v))
-    if not q.sequence.sizes[rank]:
-        return q.like(tie(q.local.new_empty(*q.local.shape[:-1], v.shape[-1]), q.local, k, v))
-    outs = []
     runs = q.sequence.runs[rank]
-    if len(runs) > 4 * (1 + q.sequence.sizes[rank] // _ROWS):  # scattered positions
-        allowed = _scattered_mask(q.sequence, rank, ends[rank], q.dtype, q.device)
-        return q.like(func(q.local, k, v, attn_mask=allowed, **call))
-    at = 0
-    for start, stop in _row_blocks(runs):
-        rows = q.local.narrow(-2, at, stop - start)
-        at += stop - start
-        end = min(stop, keys)
-        mask, is_square = _block_mask(start, stop, keys, q.local)
-        outs.append(func(rows, k[..., :end, :], v[..., :end, :], attn_mask=mask, is_causal=is_square, **call))
-    return q.like(outs[0] if len(outs) == 1 else torch.cat(outs, -2))
+
+    def compute(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not len(runs):
+            return tie(q.local.new_empty(*q.local.shape[:-1], v.shape[-1]), q.local, k, v)
+        if len(runs) > 4 * (1 + q.sequence.sizes[rank] // _ROWS):  # scattered positions
+            allowed = _scattered_mask(q.sequence, rank, ends[rank], q.dtype, q.device)
+            return func(q.local, k, v, attn_mask=allowed, **call)  # type: ignore[no-any-return]
+        outs, at = [], 0
+        for start, stop in _row_blocks(runs):
+            rows = q.local.narrow(-2, at, stop - start)
+            at += stop - start
+            end = min(stop, keys)
+            mask, is_square = _block_mask(start, stop, keys, q.local)
+            outs.append(func(rows, k[..., :end, :], v[..., :end, :], attn_mask=mask, is_causal=is_square, **call))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -2)
+
+    return q.like(_with_keys(compute, q, k, v, ends))
 
 
 def _row_blocks(runs: np.ndarray[Any, Any]) -> Iterator[tuple[int, int]]:
@@ -172,34 +245,3 @@ def _composed(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return attention_dropout(torch.softmax(scores, -1), dropout) @ v
-
-
-def _refetching(
-    func: Callable[..., Any], q: SequenceTensor, k: SequenceTensor, v: SequenceTensor, mask: Any, call: dict[str, Any]
-) -> Any:
-    """Attention of which backward fetches the keys and values again, instead of keeping those of all ranks."""
-    both = torch.cat([k.local, v.local], -1)
-    kept, dim, layout, group = both.detach(), k.split_dim, k.sequence, k.group
-    whole = fetch(both, dim, layout, None, "attention", group)
-    memory, again = whole.untyped_storage().data_ptr(), list[torch.Tensor]()
-
-    def pack(tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != memory:
-            return tensor
-        return tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if not again:
-            again.append(_fetch_again(kept, dim, layout, group))
-        return again[0].as_strided(*packed)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        whole_k, whole_v = whole.split([k.shape[-1], v.shape[-1]], -1)
-        return q.like(func(q.local, whole_k, whole_v, attn_mask=mask, **call))
-
-
-def _fetch_again(kept: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
-    with torch.no_grad():
-        return fetch(kept, dim, layout, None, "attention again", group)

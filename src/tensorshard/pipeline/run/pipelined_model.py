@@ -47,6 +47,7 @@ class PipelinedModel(ShardedModel):
         self._stages_of = unit_stages(self.cut)
         self._mesh = mesh
         self._group = mesh.group("pp")
+        self._device = torch.device(mesh.device_mesh.device_type)
         self._rank_of = [
             find_schedule(mesh.schedule).rank_of(stage, mesh.degrees["pp"]) for stage in range(self.cut.stages)
         ]
@@ -72,6 +73,7 @@ class PipelinedModel(ShardedModel):
         self._complete = True
         self._update: UpdateProgress | None = None
         self.logits = parts[-1].logits
+        self.sequences = parts[-1].sequences
         self.whole_views = [view for part in parts for view in part.whole_views]
 
     def _word_errors(self, stage: StageModule) -> None:
@@ -366,12 +368,17 @@ class PipelinedModel(ShardedModel):
 
     def _sent(self, value: torch.Tensor | None, like: torch.Tensor, sender: int) -> torch.Tensor | None:
         if value is not None:
-            dist.send(value.contiguous(), group=self._group, group_dst=0)
+            self._transfer(dist.isend, value.contiguous(), 0)
             return None
         if self._group.rank() != 0:
             return None
         dtype = master_dtype(like.dtype) if isinstance(like, nn.Parameter) else like.dtype
         device = torch.device(self._mesh.device_mesh.device_type)
         received = torch.empty(like.shape, dtype=dtype, device=device)
-        dist.recv(received, group=self._group, group_src=sender)
+        self._transfer(dist.irecv, received, sender)
         return received
+
+    def _transfer(self, operation: Callable[..., object], tensor: torch.Tensor, peer: int) -> None:
+        """Sends or receives. As a batch, since outside of one NCCL would make a communicator for each pair of ranks."""
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self._group, group_peer=peer)]):
+            work.wait()

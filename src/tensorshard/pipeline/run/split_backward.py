@@ -183,4 +183,4 @@ def may_split_backward(plan: Plan) -> bool:
     parameters are held during only one of the two.
     """
     whole_parameters = plan.zero < 3 or plan.shard_size == 1  # type: ignore[operator]
-    return plan.tp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile
+    return plan.tp == plan.cp == 1 and whole_parameters and plan.recompute == "none" and not plan.compile

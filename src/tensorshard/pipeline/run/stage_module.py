@@ -11,6 +11,7 @@ from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.tensors import TensorSpec, take_apart
+from tensorshard.model.whole_sequences import Crossing, WholeSequences
 from tensorshard.pipeline.cut import Cut
 from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.stage_skeleton import Removed, put_placeholders, skeleton
@@ -38,6 +39,7 @@ class StageModule:
         units: the units that it can compute, by name: those that it calls, and those that no run has called and whose
             parameters it holds.
         elsewhere: names of the modules that only other stages compute, and of the modules inside them.
+        sequences: how sequences are split over the ranks of context parallelism.
         latest: the cut of the last micro-batch that it computed.
         is_stale: whether it sent what needs gradients since parameters were unfrozen. Other stages do not know it.
         blocks: those of the model's blocks that are the stage's own (for recomputation, compilation and sharding).
@@ -63,6 +65,7 @@ class StageModule:
         )
         self.units = {name: self.module.get_submodule(name) for name in graph.parameters if name in own}
         self.blocks = {name: self.module.get_submodule(name) for name in find_blocks(model) if name in own}
+        self.sequences = WholeSequences()
         self.latest = self.cut
         self.is_stale = False
         self._device: torch.device | None = None
@@ -127,11 +130,11 @@ class StageModule:
 
     def received(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage receives for the `inputs` of a micro-batch, in order."""
-        return self.cut_for(inputs).received_specs(self.index)
+        return tuple(map(self.sequences.crossing(inputs).spec, self.cut_for(inputs).received_specs(self.index)))
 
     def sent(self, inputs: Any) -> tuple[TensorSpec, ...]:
         """What the stage sends on for the `inputs` of a micro-batch, in order."""
-        return self.cut_for(inputs).sent_specs(self.index)
+        return tuple(map(self.sequences.crossing(inputs).spec, self.cut_for(inputs).sent_specs(self.index)))
 
     def __call__(self, inputs: Any, received: Sequence[torch.Tensor] = (), cut: Cut | None = None) -> Any:
         """Computes the stage's part of a micro-batch.
@@ -153,7 +156,7 @@ class StageModule:
             inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
         self.latest = cut
         self._prepare(inputs, received)
-        self._run = StageRun(cut, self.index, received)
+        self._run = StageRun(cut, self.index, received, self.sequences.crossing(inputs))
         written = [removed for removed in self._removed if removed.path in cut.graph.written_parameters]
         for removed in written:  # each stage changes its own; other stages' code changes a tensor that nothing reads
             removed.put_own_placeholder(self._device or torch.device("cpu"))
@@ -340,22 +343,23 @@ class StageLeft(BaseException):
 class StageRun:
     """One micro-batch on its way through the model's forward."""
 
-    def __init__(self, cut: Cut, stage: int, received: Sequence[torch.Tensor]) -> None:
+    def __init__(self, cut: Cut, stage: int, received: Sequence[torch.Tensor], crossing: Crossing) -> None:
         self._graph = graph = cut.graph
+        self._crossing = crossing
         self._start, self._stop = cut.spans[stage]
         self._last = stage == cut.stages - 1
         expected = graph.crossing(self._start) if stage else ()
         if len(received) != len(expected):
             raise ValueError(f"stage {stage} received {len(received)} tensors; it needs {len(expected)}")
         for leaf, tensor in zip(expected, received, strict=True):
-            if not graph.spec(leaf).fits(tensor):
+            if not crossing.spec(graph.spec(leaf)).fits(tensor):
                 raise ValueError(
                     f"stage {stage} received {tensor.dtype} {list(tensor.shape)} for the output of "
                     f"{graph.calls[leaf[0]].unit!r}, which should be {graph.spec(leaf)}"
                 )
         self._sends: tuple[Leaf, ...] = () if self._last else graph.crossing(self._stop)
         self._values: dict[Leaf, torch.Tensor] = {
-            leaf: DetachedAlias.apply(tensor) if tensor.requires_grad else tensor
+            leaf: crossing.joined(DetachedAlias.apply(tensor) if tensor.requires_grad else tensor, graph.spec(leaf))
             for leaf, tensor in zip(expected, received, strict=True)
         }
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
@@ -434,7 +438,7 @@ class StageRun:
         return tuple(self._sent(leaf) for leaf in self._sends)
 
     def _sent(self, leaf: Leaf) -> torch.Tensor:
-        tensor = self._values[leaf]
+        tensor = self._crossing.part(self._values[leaf], self._graph.spec(leaf))
         return DetachedAlias.apply(tensor) if self._graph.sent_spec(leaf).requires_grad else tensor.detach()
 
     def check_ended(self) -> None:

@@ -113,9 +113,9 @@ class Predictions:
             activations = max(activations, working)
         held = parameters + optimizer + max(gradients, kept + activations, gathered)  # gradients are of that size, too
         if self.problem.on_cpus:
-            return resident(int(held)) + self.problem.hardware.context
+            return resident(int(held)) + self.problem.hardware.context_under(plan)
         segments = -(-int(held) // SMALL_SEGMENT)  # an allocator reserves whole segments
-        return max(1, segments) * SMALL_SEGMENT + self.problem.hardware.context
+        return max(1, segments) * SMALL_SEGMENT + self.problem.hardware.context_under(plan)
 
     def _largest(self, plan: Plan) -> float:
         """The part of all trained elements that a rank with the largest parameter has of it."""

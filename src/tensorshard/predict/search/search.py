@@ -383,7 +383,7 @@ def predict_from_few_blocks(problem: SearchProblem, plan: Plan, blocks: Sequence
 
     live = line(lambda estimate: estimate.largest.peak_allocated)
     reserved = more.largest.peak_device - more.largest.peak_allocated - LARGE_SEGMENT
-    memory = int(live) + max(reserved, problem.hardware.context)
+    memory = int(live) + max(reserved, problem.hardware.context_under(plan))
     return Prediction(memory, line(problem.seconds), 0.0, line(_communication))
 
 

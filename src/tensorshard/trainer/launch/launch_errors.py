@@ -115,6 +115,12 @@ def how_it_ended(exitcode: int) -> str:
     text = f"was killed by {signal.Signals(-exitcode).name}"
     if exitcode == -signal.SIGKILL:
         text += ", most often the kernel's answer to a machine out of memory"
+    if exitcode == -signal.SIGABRT:
+        text += (
+            ", as a C++ library ends a process. On GPUs it is most often NCCL's watchdog, after a collective that did "
+            "not end within the timeout: another rank has failed, or made other calls. It says so in what the rank "
+            "wrote, and torch's flight recorder has written which collectives each rank has made"
+        )
     return text
 
 

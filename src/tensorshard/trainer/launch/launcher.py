@@ -31,6 +31,9 @@ from tensorshard.trainer.launch.worker import INTERRUPTED, RUN_FILE, write_call
 # Seconds that workers may take to save and leave after a signal, unless the environment sets another time.
 _SHUTDOWN_SECONDS = "600"
 
+_RECORDS = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
+"""Environment variables that say where torch's flight recorder writes: an older name, which all versions read."""
+
 _SCRATCH, _KEPT = "tensorshard-run-", "tensorshard-logs-"
 """Prefixes of folder names: of temporary files, and of logs that are kept because a worker failed."""
 
@@ -160,6 +163,8 @@ def launch(
         if world.is_alone:
             environment |= local_environment(scratch)
         environment[RUN_FILE] = str(scratch / "run")
+        if visible_gpus() and not any(name in os.environ for name in _RECORDS):
+            environment[_RECORDS[0]] = str(logs / "nccl-rank")
         streams = _Streams(logs, {**environment, **(worker_env or {})}, world.max_restarts)
         with _signal_handling(scratch), _quiet_agent():
             start = elastic_launch(_launch_config(world, streams), sys.executable)
@@ -169,7 +174,7 @@ def launch(
     except RendezvousError as error:
         raise LaunchError(f"the {world.nnodes} machines did not meet at {world.rdzv_endpoint}: {error}") from error
     except ChildFailedError as error:
-        written = any(file.stat().st_size for file in logs.glob("rank*.log"))
+        written = any(file.stat().st_size for name in ("rank*.log", "nccl-rank*") for file in logs.glob(name))
         if written and logs == scratch:
             keep_scratch = True
             (scratch / "store").unlink(missing_ok=True)

@@ -1,0 +1,270 @@
+"""On the path that NCCL takes, by a stand-in that keeps its rules, every plan trains as one process does."""
+
+import threading
+from collections import Counter
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_parity import FP32
+
+import parity
+import strict_nccl
+import tensorshard as ts
+from rank_pool import RankError
+from strict_nccl import BrokenRuleError, Logged
+from tensorshard.comm.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
+from tensorshard.predict.hardware import communicators
+
+NCCL = dict(backend=strict_nccl.NAME, group_timeout=60)
+
+
+def _results() -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    found: dict[str, Any] = {"gloo": is_gloo(world, torch.device("cpu"))}
+    tensor = torch.arange(4.0) * (rank + 1)
+    work = all_reduce_(tensor, world, async_op=True)
+    found["before"] = tensor.clone()
+    work.wait()
+    found["sum"] = tensor
+    everyone = torch.empty(4)
+    all_gather_into(everyone, torch.full((2,), float(rank)), world)
+    found["gathered"] = everyone
+    part = torch.empty(2)
+    reduce_scatter_into(part, torch.arange(4.0), world, dist.ReduceOp.AVG)
+    found["part"] = part
+    received = torch.empty(3, dtype=torch.int32)
+    sent = torch.full((3,), 7 + rank, dtype=torch.int32)
+    ops = [dist.P2POp(dist.irecv, received, 1 - rank), dist.P2POp(dist.isend, sent, 1 - rank)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    found["received"] = received
+    exchanged = torch.empty(rank + 1 + rank + 1)
+    dist.all_to_all_single(exchanged, torch.arange(3.0) + 10 * rank, [rank + 1] * 2, [1, 2])
+    found["exchanged"] = exchanged
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    found["objects"] = objects
+    return found
+
+
+def test_the_stand_in_computes_what_nccl_does(ranks):
+    first, second = ranks(2, _results, **NCCL)
+    assert not first["gloo"]
+    assert first["before"].isnan().all()
+    assert first["sum"].tolist() == [0, 3, 6, 9]
+    assert first["gathered"].tolist() == [0, 0, 1, 1]
+    assert second["part"].tolist() == [2, 3]
+    assert (first["received"].tolist(), second["received"].tolist()) == ([8] * 3, [7] * 3)
+    assert first["exchanged"].tolist() == [0, 10]
+    assert second["exchanged"].tolist() == [1, 2, 11, 12]
+    assert second["objects"] == [{"rank": 0}, {"rank": 1}]
+
+
+def _reads_before_wait() -> torch.Tensor:
+    output = torch.zeros(4)
+    work = all_gather_into(output, torch.ones(2), dist.group.WORLD, async_op=True)
+    used = output * 2
+    work.wait()
+    return used
+
+
+def _changes_an_input() -> None:
+    tensor = torch.ones(2)
+    work = all_gather_into(torch.zeros(4), tensor, dist.group.WORLD, async_op=True)
+    tensor.zero_()
+    work.wait()
+
+
+def _writes_an_output() -> None:
+    output = torch.zeros(4)
+    work = all_gather_into(output, torch.ones(2), dist.group.WORLD, async_op=True)
+    output.zero_()
+    work.wait()
+
+
+def _sends_columns() -> None:
+    all_reduce_(torch.ones(4, 4).t()[:, :2], dist.group.WORLD)
+
+
+def _sends_from_elsewhere() -> None:
+    dist.group.WORLD.device = "cuda"  # as a world of NCCL alone
+    all_reduce_(torch.ones(4), dist.group.WORLD)
+
+
+def _swaps_two_calls() -> None:
+    small, large = torch.ones(2), torch.ones(8)
+    for tensor in (small, large) if dist.get_rank() else (large, small):
+        all_reduce_(tensor, dist.group.WORLD)
+
+
+def _uses_two_threads() -> None:
+    """Rank 1 is in a call, which rank 0 has not made, when another of its threads makes one."""
+    if dist.get_rank() == 0:
+        threading.Event().wait(1)
+        return
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            all_reduce_(torch.ones(2), dist.group.WORLD)
+
+    threading.Thread(target=call, daemon=True).start()
+    threading.Event().wait(0.5)
+    all_reduce_(torch.ones(2), dist.group.WORLD)
+
+
+def _sends_int16() -> None:
+    all_reduce_(torch.ones(2, dtype=torch.int16), dist.group.WORLD)
+
+
+def test_a_read_before_the_wait_sees_no_result(ranks):
+    assert all(used.isnan().all() for used in ranks(2, _reads_before_wait, **NCCL))
+
+
+FAULTS = {
+    "an input that changes": (_changes_an_input, "an input of all_gather .* was changed before it was waited for"),
+    "an output that is written": (_writes_an_output, "an output of all_gather .* was written before it was waited"),
+    "columns": (_sends_columns, r"all_reduce by SUM was given a tensor \[4, 2\] that is not contiguous"),
+    "a tensor on the cpu": (_sends_from_elsewhere, "given a tensor on cpu, and the group takes cuda's"),
+    "two calls swapped": (_swaps_two_calls, r"different orders: rank 0: all_reduce .*8.*; rank 1: all_reduce .*2"),
+    "two threads": (_uses_two_threads, "two threads make calls at once: all_reduce"),
+    "a type that NCCL lacks": (_sends_int16, "torch.int16, which NCCL does not have"),
+}
+
+
+@pytest.mark.fast_cases(*FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_rule_is_named(ranks, fault):
+    function, words = FAULTS[fault]
+    with pytest.raises(RankError, match=BrokenRuleError.__name__) as error:
+        ranks(2, function, **NCCL)
+    error.match(words)
+
+
+# -- plans --
+
+# The fields of plans on 2 or 4 ranks, beside those of the parity matrix.
+SPLIT: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tp": ("gpt", 2, dict(tp=2)),
+    "tp-sequence": ("gpt", 2, dict(tp=2, sequence_parallel=True, recompute="selective")),
+    "tp-zero3": ("gpt", 4, dict(tp=2, zero=3, clip_grad_norm=1.1)),
+    "tp-sequence-zero3": ("llama", 4, dict(tp=2, zero=3, sequence_parallel=True)),
+    "tp-pp": ("gpt", 4, dict(tp=2, pp=2, micro_batches=2, clip_grad_norm=1.1)),
+    "pp": ("gpt_tied", 2, dict(pp=2, micro_batches=4)),
+    "pp-offload": ("gpt", 2, dict(pp=2, micro_batches=2, offload="cpu")),
+    "pp-zero2": ("gpt", 4, dict(pp=2, zero=2, micro_batches=4)),
+    "pp-zero3": ("gpt", 4, dict(pp=2, zero=3, micro_batches=2)),
+    "zbv": ("gpt", 2, dict(pp=2, micro_batches=4, pp_schedule="zbv")),
+    "cp": ("gpt", 2, dict(cp=2)),
+    "cp-zero3": ("llama", 4, dict(cp=2, zero=3)),
+}
+PLANS = {**SPLIT, **{name: case for name, case in FP32.items() if case[1] > 1}}
+
+
+def _train(kind: str, fields: dict[str, Any], steps: int) -> tuple[dict[str, Any], list[Logged]]:
+    return parity.train(kind, fields, steps), strict_nccl.log()
+
+
+def _check(ranks: Any, case: str, steps: int) -> None:
+    kind, world_size, fields = PLANS[case]
+    found = ranks(world_size, _train, kind, fields, steps, **NCCL)
+    clip = fields.get("clip_grad_norm")
+    cuts = (fields.get("micro_batches", 1), world_size) if kind == "resnet" else (1, 1)
+    parity.assert_same(found[0][0], parity.reference(kind, clip, steps, *cuts), 1e-5)
+    logs = [log for _, log in found]
+    check_order(logs)
+    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size)), case
+
+
+@pytest.mark.fast_cases("gpt-2-zero2-micro4-clip", "tp-sequence")
+@pytest.mark.parametrize("case", ["gpt-2-zero2-micro4-clip", "tp-sequence"])
+def test_first_steps_are_exact(ranks, case):
+    _check(ranks, case, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PLANS)
+def test_training_is_exact(ranks, case):
+    _check(ranks, case, parity.STEPS)
+
+
+def _other_calls(fields: dict[str, Any], folder: str) -> tuple[bool, list[Logged]]:
+    engine = parity.make_engine("gpt", fields)
+    inputs, targets = parity.shard(engine, *parity.batch("gpt", 0))
+    engine.step(inputs, targets)
+    before = engine.evaluate(inputs, targets)
+    engine.save(f"{folder}/saved")
+    engine.save(f"{folder}/later", background=True)
+    engine.step(inputs, targets)
+    engine.wait_for_save()
+    engine.load(f"{folder}/saved")
+    engine.predict(inputs)
+    engine.generate(inputs[:, :4], max_new_tokens=2)
+    engine.save_pretrained(f"{folder}/weights")
+    return bool(engine.evaluate(inputs, targets) == before), strict_nccl.log()
+
+
+@pytest.mark.fast_cases("pp")
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        pytest.param(2, dict(zero=3), id="zero3"),
+        pytest.param(4, dict(tp=2, zero=1), id="tp-zero1"),
+        pytest.param(2, dict(pp=2, micro_batches=2), id="pp"),
+        pytest.param(2, dict(zero=1, offload="cpu"), id="offload"),
+    ],
+)
+def test_saves_loads_and_generation_keep_the_rules(ranks, tmp_path, size, fields):
+    found = ranks(size, _other_calls, fields, str(tmp_path), **NCCL)
+    assert all(same for same, _ in found)
+    check_order([log for _, log in found])
+
+
+def check_order(logs: list[list[Logged]]) -> None:
+    """Refuses orders of calls in which ranks could wait for each other for ever, even if each call held its rank up,
+    as the first call of a communicator does."""
+    order: TopologicalSorter[Any] = TopologicalSorter()
+    for rank, log in enumerate(logs):
+        numbers: Counter[Any] = Counter()
+        before: list[Any] = []
+        for _, together in groupby(
+            enumerate(log), key=lambda each: each[0] if each[1].batch is None else each[1].batch + 0.5
+        ):
+            nodes = []
+            for _, call in together:
+                meets: tuple[Any, ...] = (call.ranks,)
+                if call.name in ("send", "recv"):
+                    peer = call.ranks[call.shapes[-1]]
+                    meets = (call.ranks, "send", *((rank, peer) if call.name == "send" else (peer, rank)))
+                nodes.append((*meets, numbers[meets]))
+                numbers[meets] += 1
+            for node in nodes:
+                order.add(node, *before)
+            before = nodes
+    order.prepare()  # raises CycleError
+
+
+def test_contradicting_orders_are_found():
+    one, other = (Logged((0, 1), "all_reduce", (), None, False), Logged((0, 1, 2), "all_reduce", (), None, False))
+    check_order([[one, other], [one, other]])
+    with pytest.raises(CycleError):
+        check_order([[one, other], [other, one]])
+
+
+def communicators_used(logs: list[list[Logged]]) -> int:
+    """The most communicators that NCCL makes for one rank: one for each group with more ranks, and one for each pair
+    that sends outside of a batch."""
+    return max(
+        len(
+            {
+                (c.ranks, c.shapes[-1] if c.name in ("send", "recv") and c.batch is None else None)
+                for c in log
+                if len(c.ranks) > 1 and not c.of_objects
+            }
+        )
+        for log in logs
+    )
