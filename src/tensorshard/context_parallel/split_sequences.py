@@ -124,7 +124,8 @@ class SplitSequences(WholeSequences):
     def crossing(self, inputs: Any) -> Crossing:
         named = self._named(*call_arguments(inputs))
         if self._dims is None:
-            lengths = {sequence_length(named)} - {None}
+            length = sequence_length(named)
+            lengths = set() if length is None else {length}
         else:
             lengths = {named[name].shape[dim] for name, dim in self._dims.items() if name in named}
         return _CrossingParts(self.group, list(map(self._layout, lengths)))

@@ -8,7 +8,8 @@ for experts that nobody chose, for a rank without tokens and for all tokens on o
 import inspect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -132,7 +133,14 @@ def _why_not(module: nn.Module, call: RoutedCall, width: int, ranks: int) -> str
     return None
 
 
-def _by_ranks(module, call, inputs, parameters, ranks, forward):  # type: ignore[no-untyped-def]
+def _by_ranks(
+    module: nn.Module,
+    call: RoutedCall,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    parameters: dict[str, torch.Tensor],
+    ranks: int,
+    forward: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], torch.Tensor],
+) -> torch.Tensor:
     """What the ranks compute together: each its experts, for the choices that it is sent."""
     tokens, choices, weights = inputs
     each = call.experts // ranks
@@ -142,8 +150,16 @@ def _by_ranks(module, call, inputs, parameters, ranks, forward):  # type: ignore
     with call.local(module, ranks):
         for rank, rows in enumerate(zip(*(t.split(routes.counts.tolist()) for t in sent), strict=True)):
             own = {key: p[rank * each : (rank + 1) * each] for key, p in parameters.items()}
-            results.append(compute_rows(lambda own=own, **arguments: forward(arguments, own), call, *rows))
+            results.append(compute_rows(partial(_with_values, forward, own), call, *rows))
     return routes.add_up(torch.cat(results))
+
+
+def _with_values(
+    forward: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], torch.Tensor],
+    values: dict[str, torch.Tensor],
+    **arguments: torch.Tensor,
+) -> torch.Tensor:
+    return forward(arguments, values)
 
 
 def _gradients(output: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:

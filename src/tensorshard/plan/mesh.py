@@ -122,12 +122,15 @@ class Mesh:
         return self.along(axis).get_group()
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups of this rank: the world's first, then those of the axes."""
-        return [self.world_group, *(self.group(axis) for axis in self._axes)]
+        """All groups of this rank: the world's first, then those of the axes, then those of experts."""
+        groups = [self.world_group, *(self.group(axis) for axis in self._axes)]
+        return groups if self.experts is self else [*groups, *self.experts.groups()[1:]]
 
     def group_names(self) -> list[str]:
         """What :meth:`groups` are called, in the same order."""
-        return ["world", *self._axes]
+        names = ["world", *self._axes]
+        of_experts = {"tp": "ep", "dp_shard": "dp_shard of experts", "dp_replicate": "dp_replicate of experts"}
+        return names if self.experts is self else [*names, *(of_experts[axis] for axis in self.experts._axes)]
 
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tensorshard.common.kinds import kind_of
-from tensorshard.plan.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
+from tensorshard.plan.field_checks import (
+    check_choice,
+    check_experts,
+    check_int,
+    check_positive,
+    data_with_known_fields,
+    unknown_field,
+)
 from tensorshard.plan.offload import Offload, as_offload
 
 __all__ = ["AXES", "ZERO_NAMES", "Offload", "Plan"]
@@ -202,35 +209,9 @@ class Plan:
                 f"positions; set logits='auto'"
             )
 
-    def _check_experts(self) -> None:
-        if self.ep == 1:
-            return
-        for axis in ("tp", "pp", "cp"):
-            if getattr(self, axis) > 1:
-                raise ValueError(
-                    f"ep={self.ep} was given with {axis}={getattr(self, axis)}, which do not go together yet; set "
-                    f"{axis}=1 (dp_shard, dp_replicate and zero go with ep), or ep=1"
-                )
-        if self.dp_shard % self.ep:
-            raise ValueError(
-                f"ep={self.ep} was given, and experts are split over the ranks of dp_shard, of which there are "
-                f"{self.dp_shard}; ep can be {', '.join(str(n) for n in _divisors(self.dp_shard))}"
-            )
-        if self.zero == 3:
-            raise ValueError(
-                f"ep={self.ep} was given with zero=3, which do not go together yet; set zero=0, 1 or 2, under which "
-                f"each rank holds 1/{self.ep} of the experts, or ep=1"
-            )
-        for field, value in (("compile", self.compile), ("offload", self.offload)):
-            if value:
-                raise ValueError(
-                    f"ep={self.ep} was given with {field}={value!r}, which do not go together yet; leave {field} at "
-                    f"its default, or set ep=1"
-                )
-
     def _checked(self) -> "Plan":
         self._check_context()
-        self._check_experts()
+        check_experts(vars(self))
         if self.pp > 1:
             stages = self.stages_per_rank * self.pp
             if self.pp_split is not None and len(self.pp_split) + 1 != stages:
@@ -468,10 +449,6 @@ def check_dims(value: Any) -> None:
             f"cp_dims is {value!r}; it must be None or a dict of names of inputs to the dimension of their sequence, "
             f"such as {{'input_ids': 1}}"
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _in_short(value: Any) -> str:
