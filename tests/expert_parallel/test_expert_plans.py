@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import parity
+import seeds
 import tensorshard as ts
 from tensorshard.expert_parallel.search import find_routed_experts
 
@@ -129,3 +130,69 @@ def test_experts_that_depend_on_each_other_are_refused():
 def test_what_does_not_go_with_it_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ts.Plan(**fields).resolve(4)
+
+
+class FirstExpertsOnly(nn.Module):
+    """A mixture of four experts, of which tokens choose the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 2)
+        self.own = Handmade()
+        generator = seeds.generator(3)
+        for parameter in self.own.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, chosen = self.router(x).softmax(-1).topk(2)
+        return self.own(chosen, gate, x)
+
+
+def _first_experts_only() -> nn.Module:
+    seeds.seed(2)
+    return FirstExpertsOnly()
+
+
+def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(torch.randn(4, 2, 8, 6, generator=seeds.generator(5)).unbind())
+
+
+def _train_first_experts(fields: dict[str, Any]) -> dict[str, Any]:
+    engine = ts.parallelize(
+        _first_experts_only(), ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=nn.functional.mse_loss
+    )
+    losses = [engine.step(*parity.shard(engine, *pair)).item() for pair in _batches()]
+    return {"losses": losses, "state": engine.full_state_dict()}
+
+
+def test_a_rank_whose_experts_get_no_tokens(ranks):
+    model, losses = _first_experts_only(), []
+    optimizer = parity.ADAMW(model.parameters())
+    for inputs, targets in _batches():
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for found in ranks(2, _train_first_experts, dict(ep=2, zero=1, micro_batches=2)):
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        if found["state"]:
+            parity.assert_same_state(found["state"], model.state_dict(), 1e-5)
+
+
+def _evaluated(fields: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    engine = parity.make_engine("mixtral", fields)
+    inputs, targets = parity.shard(engine, *parity.batch("mixtral", 0))
+    return engine.evaluate(inputs, targets).item(), engine.predict(inputs).logits
+
+
+@pytest.mark.slow
+def test_evaluation(ranks):
+    model = parity.build("mixtral").eval()
+    inputs, targets = parity.batch("mixtral", 0)
+    with torch.no_grad():
+        output = model(**inputs)
+    summed, count = parity.loss_function("mixtral")(output, targets)
+    found = ranks(2, _evaluated, dict(ep=2, zero=1))
+    assert [loss for loss, _ in found] == pytest.approx([(summed / count).item()] * 2, rel=1e-6)
+    torch.testing.assert_close(torch.cat([logits for _, logits in found]), output.logits, rtol=1e-5, atol=1e-6)
