@@ -53,6 +53,7 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resnet-2-zero1": ("resnet", 2, dict(zero=1)),
     "gpt-2-zero3-tiled": ("gpt", 2, dict(zero=3, logits="tiled")),
     "llama-2-zero3": ("llama", 2, dict(zero=3)),
+    "mixtral-2-ep2-zero1": ("mixtral", 2, dict(ep=2, zero=1)),
 }
 
 

@@ -192,6 +192,16 @@ def test_training_is_exact(ranks, case):
     _check(ranks, case, parity.STEPS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "fields"), [(2, dict(ep=2, zero=1)), (4, dict(ep=2, zero=2, micro_batches=2, clip_grad_norm=0.5))]
+)
+def test_experts_over_data_ranks(ranks, world_size, fields):
+    found = ranks(world_size, _train, "mixtral", fields, 3, **NCCL)
+    parity.assert_same(found[0][0], parity.reference("mixtral", fields.get("clip_grad_norm"), 3), 1e-5)
+    check_order([log for _, log in found])
+
+
 def _other_calls(fields: dict[str, Any], folder: str) -> tuple[bool, list[Logged]]:
     engine = parity.make_engine("gpt", fields)
     inputs, targets = parity.shard(engine, *parity.batch("gpt", 0))

@@ -33,6 +33,7 @@ RANKS = {
     "README.md": 2,
     "docs/axes.md": 1,
     "docs/context-parallelism.md": 1,
+    "docs/expert-parallelism.md": 1,
     "docs/checkpoints.md": 2,
     "docs/clusters.md": 2,
     "docs/coming-from.md": 2,

@@ -1,51 +1,20 @@
 """Replicated parameters in buckets, whose gradients are reduced and whose updates are gathered together."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
-from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 
 ALONE_BYTES = 1 << 16
 """A tensor of at least this many bytes is sent by itself, without being copied into a packed message."""
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The groups over which gradients are averaged."""
-
-    shard: dist.ProcessGroup | None  # each rank keeps a shard of the sum
-    sum: dist.ProcessGroup | None  # each rank keeps all of it
-    all: dist.ProcessGroup | None  # all ranks that gradients are averaged over; None for one alone
-    ranks: int
-
-    @property
-    def num_shards(self) -> int:
-        return 1 if self.shard is None else self.shard.size()
-
-    @property
-    def communicate(self) -> bool:
-        return self.ranks > 1
-
-
-def shard_layout(mesh: Mesh, level: int) -> tuple[DeviceMesh | None, Groups]:
-    """The mesh over which parts are kept, and the groups over which gradients are averaged."""
-    ranks = mesh.gradient_ranks
-    if level == 0 or mesh.shard_size == 1:
-        everyone = mesh.gradient_group if ranks > 1 else None
-        return None, Groups(None, everyone, everyone, ranks)
-    replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
-    return mesh.shard_mesh, Groups(mesh.shard_group, replicate, mesh.gradient_group, ranks)
-
-
 class Bucket:
-    """The parameters of one unit, and the state of their transfers."""
+    """The parameters of one unit whose gradients go to the same ranks, and the state of their transfers."""
 
     def __init__(self, parameters: list[ReplicatedParameter]) -> None:
         self.parameters = parameters
@@ -65,7 +34,9 @@ class Buckets:
 
     Attributes:
         most: how many buckets there may be.
-        unit_of: the index of each parameter's unit.
+        unit_of: the index of each parameter's bucket. Two follow each other for each unit: that of the parameters that
+            all ranks hold, and that of its experts.
+        in_units: the indices of the buckets of `units`.
         of_units: the buckets by these indices, in their order.
         trained: the same buckets.
         frozen: the parameters that are not trained.
@@ -81,16 +52,16 @@ class Buckets:
         before_change: Callable[[], None],
     ) -> None:
         self._parameters = list(parameters)
-        self._units = len(units)
-        self.most = len(units) + 2
+        self.in_units = range(2 * len(units))
+        self.most = 2 * (len(units) + 2)
         self._before_change = before_change
         self._trained: tuple[bool, ...] | None = None
         self.unit_of = self._assign(units)
         self.arrange()
 
     def _assign(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
-        """The index of each parameter's unit. Two more are for parameters in no unit: those before the first unit, and
-        the others."""
+        """The index of each parameter's bucket. Two more units are for parameters in no unit: those before the first
+        unit, and the others."""
         by_compute = {p.compute: p for p in self._parameters}
         unit_of: dict[ReplicatedParameter, int] = {}
         for index, unit in enumerate(units):
@@ -102,7 +73,7 @@ class Buckets:
         seen_unit = False
         for p in self._parameters:
             seen_unit = seen_unit or p in unit_of
-            assigned[p] = unit_of.get(p, len(units) if seen_unit else -1)
+            assigned[p] = 2 * unit_of.get(p, len(units) if seen_unit else -1) + p.is_expert
         return assigned
 
     def arrange(self) -> None:
@@ -132,6 +103,5 @@ class Buckets:
 
     def forward_order(self) -> list[Bucket]:
         """The buckets in the order in which forwards wait for them."""
-        in_units = range(self._units)
-        rest = [bucket for index, bucket in self.of_units.items() if index not in in_units]
-        return [*rest, *(bucket for index, bucket in self.of_units.items() if index in in_units)]
+        rest = [bucket for index, bucket in self.of_units.items() if index not in self.in_units]
+        return [*rest, *(bucket for index, bucket in self.of_units.items() if index in self.in_units)]

@@ -22,7 +22,8 @@ from torch.autograd.graph import increment_version
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.common.never_compiled import never_compiled
-from tensorshard.data_parallel.buckets import Bucket, Groups
+from tensorshard.data_parallel.buckets import Bucket
+from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
@@ -76,14 +77,13 @@ class PublishedWeights:
         for p in bucket.parameters:
             if p.is_copy and p.master not in copied:
                 p.copy_master()
-        shard = self._groups.shard
-        if shard is None:
+        if all(p.num_shards == 1 for p in bucket.parameters):
             for p in bucket.parameters:
                 p.note_published()
             return
         # Of memory that other tensors show, too (as of p.data, kept by the user), no watch would see the use.
         shown = self._are_real and any(storage_owners(p.storage) > p.owners for p in bucket.parameters)
-        self._gather(bucket, shard)
+        self._gather(bucket)
         if not self._are_real:
             return
         increment_version([p.compute for p in bucket.parameters])  # a backward through older values must not pass
@@ -105,18 +105,20 @@ class PublishedWeights:
             p.is_awaited = False
             unwatch(p.compute, arrival)
 
-    def _gather(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
+    def _gather(self, bucket: Bucket) -> None:
         if self._fills and self._are_real:
             for p in bucket.parameters:
                 p.forget_other_parts()
         for p in bucket.alone:
-            work = all_gather_into(p.storage, p.storage[p.own], group, async_op=True)
-            assert work is not None
-            bucket.gathering.append((work, None))
+            if p.num_shards > 1:
+                work = all_gather_into(p.storage, p.storage[p.own], _shard_group(p), async_op=True)
+                assert work is not None
+                bucket.gathering.append((work, None))
         packed = [p for p in bucket.packed if p.num_shards > 1]
-        for dtype in sorted({p.storage.dtype for p in packed}, key=str):
-            members = [p for p in packed if p.storage.dtype == dtype]
+        for is_expert, dtype in sorted({(p.is_expert, p.storage.dtype) for p in packed}, key=str):
+            members = [p for p in packed if (p.is_expert, p.storage.dtype) == (is_expert, dtype)]
             mine = torch.cat([p.storage[p.own] for p in members])
+            group = _shard_group(members[0])
             all_parts = mine.new_empty((group.size(), mine.numel()))
             work = all_gather_into(all_parts.view(-1), mine, group, async_op=True)
             assert work is not None
@@ -227,14 +229,24 @@ class PublishedWeights:
         Raises:
             RuntimeError: the ranks wrote different values. It names the first parameter.
         """
-        group = self._groups.all
-        assert group is not None
         self.adopt()
-        flags = gather_flags([p in self.written for p in self._parameters], group, self._parameters[0].storage.device)
+        written = set(self.written)
         self.written.clear()
-        members = [p for p, flag in zip(self._parameters, flags, strict=True) if flag]
-        if members:
-            compare_fingerprints([p.name for p in members], [fingerprint(p.compute) for p in members], group)
+        for is_expert in (False, True):
+            parameters = [p for p in self._parameters if p.is_expert is is_expert]
+            if not parameters:
+                continue
+            group = parameters[0].groups.all
+            assert group is not None
+            flags = gather_flags([p in written for p in parameters], group, parameters[0].storage.device)
+            members = [p for p, flag in zip(parameters, flags, strict=True) if flag]
+            if members:
+                compare_fingerprints([p.name for p in members], [fingerprint(p.compute) for p in members], group)
+
+
+def _shard_group(parameter: ReplicatedParameter) -> dist.ProcessGroup:
+    assert parameter.groups.shard is not None
+    return parameter.groups.shard
 
 
 class _Arrival(Watch):

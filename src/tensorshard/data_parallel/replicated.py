@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.data_parallel.buckets import Buckets, shard_layout
+from tensorshard.data_parallel.buckets import Buckets
+from tensorshard.data_parallel.gradient_groups import expert_layout, shard_layout
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.replicated_gradients import ReplicatedGradients
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
@@ -58,7 +59,8 @@ class ReplicatedModel(ShardedModel):
         super().__init__(model, split)
         self._device = torch.device(mesh.device_mesh.device_type)
         self._units = units
-        self._shard_mesh, self._groups = shard_layout(mesh, level)
+        self._groups = shard_layout(mesh, level)
+        self._expert_groups = self._groups if mesh.experts is mesh else expert_layout(mesh, level)
         self._all = self._materialize(values, precision, storage)
         self._masters = {name: p.master for name, p in self._all.items()}
         self._weights = PublishedWeights(self._all.values(), self._groups)
@@ -200,7 +202,9 @@ class ReplicatedModel(ShardedModel):
         templates = dict(self.model.named_parameters())
         places = ParameterPlaces(self.model)
         for name, value in values:
-            made[name] = ReplicatedParameter(name, value, templates[name], precision, self._shard_mesh, storage)
+            is_expert = self._expert_groups is not self._groups and self.split.num_shards(name) > 1
+            groups = self._expert_groups if is_expert else self._groups
+            made[name] = ReplicatedParameter(name, value, templates[name], precision, groups, is_expert, storage)
             places.replace(templates[name], made[name].compute)
         return made
 
@@ -218,7 +222,7 @@ class ReplicatedModel(ShardedModel):
                 self._hook(
                     module, {self._buckets.unit_of[by_compute[c]] for c in module.parameters() if c in by_compute}
                 )
-        self._hook(self.model, set(self._buckets.unit_of.values()) - set(range(len(units))))
+        self._hook(self.model, set(self._buckets.unit_of.values()) - set(self._buckets.in_units))
         self.model.register_state_dict_pre_hook(lambda *_: self.finish_gather())
 
     def _hook(self, module: nn.Module, units: set[int]) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from tensorshard.comm.collectives import advance, all_reduce_, finish_unasked, reduce_scatter_into
 from tensorshard.comm.world import world
-from tensorshard.data_parallel.buckets import Bucket, Buckets, Groups
+from tensorshard.data_parallel.buckets import Bucket, Buckets
+from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.model.watched_parameters import Watch, held_gradient, hold_gradient, unwatch, watch
@@ -255,11 +256,12 @@ class ReplicatedGradients:
         if self._wrote is None:  # the forward may have written some, too
             self._wrote = self._weights.are_written()
         wrote = self._wrote or bool(self._weights.written)
-        self._in_flight.append(Reduction(bucket, gradients, self._groups, self._reduce_dtype, scale, wrote))
+        self._in_flight.append(Reduction(bucket, gradients, self._reduce_dtype, scale, wrote))
 
     def _collect(self, reduction: "Reduction") -> None:
         reduction.finish()
-        self.writers = reduction.writers
+        if not reduction.is_of_experts:  # else not all data ranks know it
+            self.writers = reduction.writers
 
     # -- gradients as user code sees and sets them --
 
@@ -326,19 +328,18 @@ class Reduction:
         wrote: whether user code of this rank has written parameters since the last update.
 
     Attributes:
-        writers: after :meth:`finish`, above 0 if `wrote` is true on some data rank.
+        writers: after :meth:`finish`, above 0 if `wrote` is true on some data rank that holds the parameters.
     """
 
     def __init__(
         self,
         bucket: Bucket,
         gradients: dict[ReplicatedParameter, torch.Tensor | None],
-        groups: Groups,
         dtype: torch.dtype,
         scale: float,
         wrote: bool,
     ) -> None:
-        self._groups = groups
+        self._groups, self.is_of_experts = bucket.parameters[0].groups, bucket.parameters[0].is_expert
         self._scale = scale
         self._bucket = bucket
         self._missing = {p for p, gradient in gradients.items() if gradient is None}

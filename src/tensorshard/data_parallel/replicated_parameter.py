@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.sharding import dtensor_like
+from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.passes.precision import compute_dtype, master_dtype
@@ -23,6 +23,8 @@ class ReplicatedParameter:
     """One parameter: what forward computes with, and the part of it that this rank updates.
 
     Args:
+        groups: the ranks that hold it.
+        is_expert: whether the other data ranks hold other experts in its place.
         storage: where master weights are kept that forwards do not compute with.
 
     Attributes:
@@ -46,10 +48,12 @@ class ReplicatedParameter:
         value: torch.Tensor,
         template: nn.Parameter,
         precision: str,
-        shard_mesh: DeviceMesh | None,
+        groups: Groups,
+        is_expert: bool,
         storage: Storage,
     ) -> None:
-        self.name = name
+        self.name, self.groups, self.is_expert = name, groups, is_expert
+        shard_mesh = groups.mesh
         self.place = Place()
         self.take_gradient: TakeGradient | None = None
         self.finish_gradients: Callable[[], None] | None = None

@@ -151,6 +151,11 @@ class Engine(LoopMethods, StateMethods):
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
         self._optimizer, self._owners, again = make_optimizer(optimizer, own_rules, sharded, plan, mesh)
+        if self._owners is not None and plan.ep > 1:
+            raise ValueError(
+                f"ep={plan.ep} was given with {type(self._optimizer).__name__}, which looks at whole tensors, and no "
+                f"rank has all experts; use one that works element by element, such as AdamW, or set ep=1"
+            )
         self._update = storage.keep_states(self._optimizer, sharded, trained, again)
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
         self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)

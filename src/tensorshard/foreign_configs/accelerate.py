@@ -1,7 +1,7 @@
 """Accelerate's YAML: launch settings, FSDP of both versions, and a DeepSpeed JSON that it points to.
 
-The table has the fields of Accelerate 1.15's ``FullyShardedDataParallelPlugin`` and ``DeepSpeedPlugin`` that a file can
-set. Launch settings were not compared with a release. A key that the table lacks is refused by name.
+The names of fields were compared with Accelerate 1.15's ``FullyShardedDataParallelPlugin`` and ``DeepSpeedPlugin``, their
+meanings and launch settings with no release. A key that the table lacks is refused by name.
 """
 
 from typing import Any

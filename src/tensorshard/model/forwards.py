@@ -34,6 +34,8 @@ class Role(IntEnum):
     """A norm or a parametrization computes from fp32 parameters."""
     ONE_TYPE = auto()
     """Functions that want one type get it, where the module mixes 16-bit parameters with fp32 buffers."""
+    ROUTED_EXPERTS = auto()
+    """Experts compute the tokens of all ranks that chose them; this rank has some of the experts."""
     INNER_COMPILATION = auto()
     """The code that roles of tensor parallelism run inside of themselves is compiled; the roles are not."""
     SPLIT_LAYER = auto()

@@ -193,12 +193,17 @@ def shard_model(
         from tensorshard.parallelize.split_tensors import choose_table
 
         decisions.table = choose_table(source, plan, mesh, sample_inputs)
+    if plan.ep > 1 and decisions.experts is None:
+        from tensorshard.parallelize.split_experts import choose_experts
+
+        decisions.experts = choose_experts(model, mesh, plan.ep)
     context = PassContext(
         plan,
         mesh,
         device,
         decisions.table,
         by_hand,
+        decisions.experts or {},
         storage=storage,
         parameters=decisions.parameters,
         order=PositionOrder(plan.cp_order, in_stages=plan.pp > 1),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from tensorshard.expert_parallel.routed_experts import RoutedCall
     from tensorshard.model.trains_itself import OwnRule
     from tensorshard.pipeline.run.cut_cache import CutCache
     from tensorshard.pipeline.trace.call_graph import CallGraph
@@ -36,6 +37,7 @@ class Decisions:
 
     Attributes:
         table: the table of tensor parallelism; None if there is none yet.
+        experts: the modules whose experts are split; None if that is not decided yet.
         recorded: the constructor's run, with a module that is not laid out, and the rules of modules that train
             themselves; None if there is none yet, or if it cannot be used twice.
         shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None if there
@@ -45,6 +47,7 @@ class Decisions:
     """
 
     table: "VerifiedTable | None" = None
+    experts: "dict[str, RoutedCall] | None" = None
     recorded: "tuple[Recording, list[OwnRule]] | None" = None
     shapes: "CutCache | None" = None
     traced: dict[Any, Traced] | None = None

@@ -17,6 +17,7 @@ from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
 if TYPE_CHECKING:  # plans without tensor parallelism do without the import
+    from tensorshard.expert_parallel.routed_experts import RoutedCall
     from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
@@ -27,6 +28,7 @@ class PassContext:
     Args:
         device: where the rank computes.
         table: the table of tensor parallelism; None if no table splits the model.
+        experts: the modules whose experts are split, by their names.
         by_hand: how the parallel layers that the user built are split, by the names of their tensors. Then there is no
             table.
         storage: where values are kept.
@@ -39,6 +41,7 @@ class PassContext:
     device: torch.device
     table: "VerifiedTable | None" = None
     by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
+    experts: "Mapping[str, RoutedCall]" = field(default_factory=dict)
     storage: Storage = field(default_factory=DeviceStorage)
     parameters: int | None = None
     order: PositionOrder = field(default_factory=PositionOrder)

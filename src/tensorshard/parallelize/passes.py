@@ -55,6 +55,14 @@ def tensor_parallel(part: Part, context: PassContext) -> None:
         part.split = split_tensors(part, context.table, context)
 
 
+def expert_parallel(part: Part, context: PassContext) -> None:
+    """Experts compute the tokens of all ranks that chose them."""
+    if context.experts:
+        from tensorshard.parallelize.split_experts import split_all_experts
+
+        part.split = split_all_experts(part.module, context.experts, context.mesh.experts.group("tp"))
+
+
 def context_parallel(part: Part, context: PassContext) -> None:
     """Sequences are cut over the ranks of context parallelism."""
     if context.mesh.degrees["cp"] > 1:
@@ -223,6 +231,7 @@ PASSES: tuple[Callable[[Part, PassContext], None], ...] = (
     batch_norm,
     precision,
     tensor_parallel,
+    expert_parallel,
     context_parallel,
     tiled_logits,
     recompute,

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import FrozenInstanceError, fields
 from functools import wraps
 from typing import Any, TypeVar
@@ -91,3 +91,31 @@ def size_in_bytes(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name}={value} was given; it must be at least one byte")
     return value
+
+
+def check_experts(plan: Mapping[str, Any]) -> None:
+    """Checks ``ep`` against the other fields of a resolved plan.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+    ep, dp_shard = plan["ep"], plan["dp_shard"]
+    if ep == 1:
+        return
+    if dp_shard % ep:
+        divisors = [str(n) for n in range(1, dp_shard + 1) if dp_shard % n == 0]
+        raise ValueError(
+            f"ep={ep} was given, and experts are split over the ranks of dp_shard, of which there are {dp_shard}; ep "
+            f"can be {', '.join(divisors)}"
+        )
+    for field, least in (("tp", 1), ("pp", 1), ("cp", 1), ("compile", False), ("offload", None)):
+        if plan[field] != least:
+            raise ValueError(
+                f"ep={ep} was given with {field}={plan[field]!r}, which do not go together yet; set {field}={least} "
+                f"(dp_shard, dp_replicate and zero 0 to 2 go with ep), or ep=1"
+            )
+    if plan["zero"] == 3:
+        raise ValueError(
+            f"ep={ep} was given with zero=3, which do not go together yet; set zero=0, 1 or 2, under which each rank "
+            f"holds 1/{ep} of the experts, or ep=1"
+        )

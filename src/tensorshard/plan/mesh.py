@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -59,13 +60,14 @@ class Mesh:
         timeout: timedelta | None = None,
     ) -> None:
         self._timeout = timeout
+        self._group = group
         self._made: list[dist.ProcessGroup] = []  # whose timeouts are set here
         self._starts = True
         self._members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = len(self._members)
         self.world_group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # type: ignore[assignment]
-        plan = plan.resolve(self.world_size)
+        self._plan = plan = plan.resolve(self.world_size)
         self.degrees: dict[str, int] = {axis: getattr(plan, axis) for axis in AXES}
         self.schedule = plan.pp_schedule
         self.stages_per_rank = plan.stages_per_rank
@@ -120,12 +122,15 @@ class Mesh:
         return self.along(axis).get_group()
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups of this rank: the world's first, then those of the axes."""
-        return [self.world_group, *(self.group(axis) for axis in self._axes)]
+        """All groups of this rank: the world's first, then those of the axes, then those of experts."""
+        groups = [self.world_group, *(self.group(axis) for axis in self._axes)]
+        return groups if self.experts is self else [*groups, *self.experts.groups()[1:]]
 
     def group_names(self) -> list[str]:
         """What :meth:`groups` are called, in the same order."""
-        return ["world", *self._axes]
+        names = ["world", *self._axes]
+        of_experts = {"tp": "ep", "dp_shard": "dp_shard of experts", "dp_replicate": "dp_replicate of experts"}
+        return names if self.experts is self else [*names, *(of_experts[axis] for axis in self.experts._axes)]
 
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""
@@ -187,6 +192,23 @@ class Mesh:
         """The group over which gradients are averaged: dp_replicate x dp_shard x cp."""
         return self.dp_group if self.degrees["cp"] == 1 else self.merged("gradients", "dp_replicate", "dp_shard", "cp")
 
+    @cached_property
+    def experts(self) -> "Mesh":
+        """The mesh as the parameters of experts see it; this mesh itself without expert parallelism.
+
+        ``dp_shard`` has the ranks that hold the same experts. The ranks of ``ep`` hold different ones, as the ranks of
+        ``tp`` hold different parts of a layer, and are neighbours as these are: they are this mesh's ``tp``. The first
+        call makes the groups: a collective of the mesh.
+        """
+        plan = self._plan
+        if plan.ep == 1:
+            return self
+        seen = replace(plan, dp_shard=plan.dp_shard // plan.ep, tp=plan.ep, ep=1)
+        made = Mesh(seen, self.device_mesh.device_type, self._group, timeout=self._timeout)
+        self._made += [group for group in made._made if group not in self._made]
+        made._made = self._made  # groups that are made later get their timeouts with all others
+        return made
+
     def _mesh_of(self, **groups: dist.ProcessGroup) -> DeviceMesh:
         """The mesh with these groups as its dimensions, by their names."""
         ranks = torch.zeros((), dtype=torch.int64)  # relative to this one
@@ -228,6 +250,9 @@ class Mesh:
             lines.append(f"{axis:<13} degree {self.degrees[axis]:<4} index {self.index(axis):<4} ranks {members}")
         if self.degrees["pp"] > 1:
             lines += self._describe_stages()
+        if self._plan.ep > 1:
+            ranks = [r for r in range(self.world_size) if r // self._plan.ep == self.rank // self._plan.ep]
+            lines.append(f"experts are split over {self._plan.ep} ranks of dp_shard: {self._numbers(ranks)}")
         for axis in AXES:
             if self.degrees[axis] > 1:
                 lines.append(f"all groups along {axis}: {self._all_groups(axis)}")

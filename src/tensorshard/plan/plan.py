@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tensorshard.common.kinds import kind_of
-from tensorshard.plan.field_checks import check_choice, check_int, check_positive, data_with_known_fields, unknown_field
+from tensorshard.plan.field_checks import (
+    check_choice,
+    check_experts,
+    check_int,
+    check_positive,
+    data_with_known_fields,
+    unknown_field,
+)
 from tensorshard.plan.from_others import FromOthers
 from tensorshard.plan.offload import Offload, as_offload
 
@@ -45,6 +52,8 @@ class Plan(FromOthers):
             -1 takes all processes that the other axes leave. At most one axis may be -1.
         tp: degree of tensor parallelism. pp: pipeline stages. cp: degree of context parallelism, which splits
             sequences; parameters are sharded over ``dp_shard`` and ``cp`` together.
+        ep: degree of expert parallelism: over how many of the ``dp_shard`` processes the experts of each mixture are
+            split; it divides ``dp_shard``. See ``docs/expert-parallelism.md``.
         zero: the ZeRO level along ``dp_shard`` (Rajbhandari et al. 2020): 0 shards nothing, 1 the optimizer states,
             2 gradients as well, 3 parameters as well. Paddle's names "os", "os_g", "p_g_os" mean 1, 2, 3.
         micro_batches: into how many parts ``Engine.step`` cuts its batch; gradients accumulate over them.
@@ -117,6 +126,7 @@ class Plan(FromOthers):
     logits: str = "auto"
     cp_dims: dict[str, int] | None = None
     cp_order: str = "auto"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -127,6 +137,7 @@ class Plan(FromOthers):
                 f"{' and '.join(inferred)} are both -1, but only one axis can be inferred from the world size; "
                 f"give the others a number"
             )
+        check_int("ep", self.ep, least=1)
         object.__setattr__(self, "zero", as_zero_level(self.zero))
         check_int("micro_batches", self.micro_batches, least=1)
         check_choice("precision", self.precision, PRECISIONS)
@@ -201,6 +212,7 @@ class Plan(FromOthers):
 
     def _checked(self) -> "Plan":
         self._check_context()
+        check_experts(vars(self))
         if self.pp > 1:
             stages = self.stages_per_rank * self.pp
             if self.pp_split is not None and len(self.pp_split) + 1 != stages:
@@ -308,6 +320,8 @@ class Plan(FromOthers):
         if self.tp != 1:
             lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
             lines.append(f"sequences      {'split between split layers' if self.sequence_parallel else 'whole'}")
+        if self.ep != 1:
+            lines.append(f"experts        over {self.ep} of the ranks of dp_shard")
         if self.offloaded is not None:
             lines.append(f"offload        {self.offloaded.describe()}")
         return "\n".join(lines)

@@ -138,7 +138,9 @@ class BatchBuffers:
         named = [
             (name, parameter.detach().reshape(-1)[:_FIRST])
             for name, parameter in self._sharded.model.named_parameters()
-            if not isinstance(parameter, DTensor) and parameter.device.type != "meta"
+            if not isinstance(parameter, DTensor)
+            and parameter.device.type != "meta"
+            and (self._mesh.experts is self._mesh or self._sharded.split.num_shards(name) == 1)
         ]
         different = self._different(named)
         if different is None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import distribute_like, on_mesh_device
 from tensorshard.model.watched_parameters import Source, Watch, WrittenThrough, run, watches_of
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
@@ -43,6 +44,10 @@ class FullView(Watch):
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of which each rank gives its `part`. A collective."""
         return self._split.full(self.name, part, self.shape)
+
+    def sum_gradients(self, whole: torch.Tensor) -> torch.Tensor:
+        """The gradient of the whole: the sum of the ranks', where they have different samples."""
+        return collectives.reduce(whole, self._split.group) if self._split.of_data_ranks else whole
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of `whole`, in memory of its own."""
@@ -132,7 +137,7 @@ def _version(held: torch.Tensor) -> int:
 
 
 class _Gathered(Function):
-    """The whole, from the ranks' parts; all of them compute the same with it."""
+    """The whole, from the ranks' parts; all of them compute the same with it, or each with its own samples."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, view: FullView) -> torch.Tensor:
@@ -141,7 +146,7 @@ class _Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return PartOf.apply(grads[0], ctx.view), None
+        return PartOf.apply(ctx.view.sum_gradients(grads[0]), ctx.view), None
 
 
 class PartOf(Function):

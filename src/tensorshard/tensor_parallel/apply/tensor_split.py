@@ -66,12 +66,14 @@ class TensorSplit:
         group: the ranks; None for a single one.
         table: the table that the layouts follow from.
         outputs: whether the output layers hand on split logits.
+        of_data_ranks: whether the ranks have different samples, as those that share experts have.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
     table: _Described | None = None
     outputs: SplitOutputs = field(default_factory=SplitOutputs)
+    of_data_ranks: bool = False
 
     def describe(self) -> str | None:
         """The table that the layouts follow from, for people; None where nothing is sharded."""

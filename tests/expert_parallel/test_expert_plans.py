@@ -1,0 +1,198 @@
+"""``Plan(ep=N)`` trains mixtures of experts as one process does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+import seeds
+import tensorshard as ts
+from tensorshard.expert_parallel.search import find_routed_experts
+
+# id: (model, ranks, fields of the plan)
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ep2-zero0": ("mixtral", 2, dict(ep=2, zero=0)),
+    "ep2-zero1-clip": ("mixtral", 2, dict(ep=2, zero=1, clip_grad_norm=0.5)),
+    "ep2-zero2-micro2-full": ("mixtral", 2, dict(ep=2, zero=2, micro_batches=2, recompute="full")),
+    "ep4-zero0-micro2": ("mixtral", 4, dict(ep=4, zero=0, micro_batches=2)),
+    "ep4-zero2": ("mixtral", 4, dict(ep=4, zero=2)),
+    "2xep2-zero0": ("mixtral", 4, dict(ep=2, zero=0)),
+    "2xep2-zero1": ("mixtral", 4, dict(ep=2, zero=1)),
+    "2xep2-zero2-micro4-clip": ("mixtral", 4, dict(ep=2, zero=2, micro_batches=4, clip_grad_norm=0.5)),
+    "2-replicas-ep2-zero0": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=0)),
+    "2-replicas-ep2-zero1": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=1)),
+    "2-replicas-ep2-zero2-micro2": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=2, micro_batches=2)),
+}
+
+
+@pytest.mark.fast_cases("ep2-zero1-clip")
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_is_exact(ranks, case):
+    kind, world_size, fields = CASES[case]
+    found = ranks(world_size, parity.train, kind, fields)
+    expected = parity.reference(kind, fields.get("clip_grad_norm"), parity.STEPS)
+    parity.assert_same(found[0], expected, 1e-5)
+    if expected["norms"]:
+        assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    for other in found[1:]:
+        assert other["losses"] == found[0]["losses"]
+        assert other["norms"] == found[0]["norms"]
+
+
+def _saved(folder: Path, fields: dict[str, Any]) -> list[float]:
+    engine = parity.make_engine("mixtral", fields)
+    for step in range(2):
+        engine.step(*parity.shard(engine, *parity.batch("mixtral", step)))
+    engine.save(folder)
+    return [engine.step(*parity.shard(engine, *parity.batch("mixtral", step))).item() for step in (2, 3)]
+
+
+def _loaded(folder: Path, fields: dict[str, Any]) -> list[float]:
+    engine = parity.make_engine("mixtral", fields)
+    engine.load(folder)
+    return [engine.step(*parity.shard(engine, *parity.batch("mixtral", step))).item() for step in (2, 3)]
+
+
+@pytest.mark.slow
+def test_checkpoints_of_other_layouts(ranks, tmp_path):
+    plans = [(dict(ep=2, zero=1), dict(zero=3)), (dict(zero=1), dict(ep=2, zero=2)), (dict(ep=2, zero=0), dict(zero=1))]
+    for index, (before, after) in enumerate(plans):
+        went_on = ranks(2, _saved, tmp_path / str(index), before)[0]
+        assert ranks(2, _loaded, tmp_path / str(index), after)[0] == pytest.approx(went_on, rel=1e-5)
+
+
+def _held(fields: dict[str, Any]) -> tuple[int, int]:
+    engine = parity.make_engine("mixtral", fields)
+    engine.step(*parity.shard(engine, *parity.batch("mixtral", 0)))
+    masters = engine.sharded.masters()
+    states = sum(t.numel() for s in engine.optimizer.state.values() for t in s.values() if t.dim())
+    return sum(p.numel() for n, p in masters.items() if ".experts." in n), states
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_part_of_the_experts(ranks):
+    (whole, states), (_, states_of_part) = ranks(2, _held, dict(zero=0))[0], ranks(2, _held, dict(ep=2, zero=0))[0]
+    assert states - states_of_part == whole  # half of two states of AdamW
+
+
+class Handmade(nn.Module):
+    """Experts with biases, under names of their own, and arguments in another order."""
+
+    def __init__(self, *, uses_all: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(4, 6, 10))
+        self.up_bias = nn.Parameter(torch.empty(4, 10))
+        self.down = nn.Parameter(torch.empty(4, 10, 6))
+        self.uses_all = uses_all
+
+    def forward(self, chosen: torch.Tensor, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        for k in range(chosen.size(1)):
+            up, down = self.up[chosen[:, k]], self.down[chosen[:, k]]
+            hidden = torch.einsum("tf,tfh->th", x, up) + self.up_bias[chosen[:, k]]
+            result = result + gate[:, k, None] * torch.einsum("th,thf->tf", hidden.relu(), down)
+        return result + self.up.mean() if self.uses_all else result
+
+
+def test_experts_are_found_by_what_they_compute():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"own": Handmade()})
+    call = find_routed_experts(model, 2)["own"]
+    assert (call.tokens, call.choices, call.weights, call.counts, call.experts) == ("x", "chosen", "gate", (), 4)
+
+
+def test_experts_that_depend_on_each_other_are_refused():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"own": Handmade(uses_all=True)})
+    with pytest.raises(ValueError, match=r"the experts of 'own' \(Handmade\) cannot be split .* are not the sums"):
+        find_routed_experts(model, 2)
+    with torch.device("meta"):
+        model = nn.ModuleDict({"own": Handmade()})
+    with pytest.raises(ValueError, match="there are 4, which are not equal parts; ep can be 2, 4"):
+        find_routed_experts(model, 3)
+    with pytest.raises(ValueError, match="Linear has no module that ep splits"):
+        find_routed_experts(nn.Linear(3, 3), 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(ep=3, dp_shard=4, zero=1), "of which there are 4; ep can be 1, 2, 4"),
+        (dict(ep=2, zero=3), "zero=3, which do not go together yet"),
+        (dict(ep=2, tp=2, zero=1), "tp=2, which do not go together yet"),
+        (dict(ep=2, zero=1, compile=True), "compile=True, which do not go together yet"),
+        (dict(ep=2, zero=1, offload="cpu"), "offload=.*, which do not go together yet"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ts.Plan(**fields).resolve(4)
+
+
+class FirstExpertsOnly(nn.Module):
+    """A mixture of four experts, of which tokens choose the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 2)
+        self.own = Handmade()
+        generator = seeds.generator(3)
+        for parameter in self.own.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, chosen = self.router(x).softmax(-1).topk(2)
+        return self.own(chosen, gate, x)
+
+
+def _first_experts_only() -> nn.Module:
+    seeds.seed(2)
+    return FirstExpertsOnly()
+
+
+def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(torch.randn(4, 2, 8, 6, generator=seeds.generator(5)).unbind())
+
+
+def _train_first_experts(fields: dict[str, Any]) -> dict[str, Any]:
+    engine = ts.parallelize(
+        _first_experts_only(), ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=nn.functional.mse_loss
+    )
+    losses = [engine.step(*parity.shard(engine, *pair)).item() for pair in _batches()]
+    return {"losses": losses, "state": engine.full_state_dict()}
+
+
+def test_a_rank_whose_experts_get_no_tokens(ranks):
+    model, losses = _first_experts_only(), []
+    optimizer = parity.ADAMW(model.parameters())
+    for inputs, targets in _batches():
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for found in ranks(2, _train_first_experts, dict(ep=2, zero=1, micro_batches=2)):
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        if found["state"]:
+            parity.assert_same_state(found["state"], model.state_dict(), 1e-5)
+
+
+def _evaluated(fields: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    engine = parity.make_engine("mixtral", fields)
+    inputs, targets = parity.shard(engine, *parity.batch("mixtral", 0))
+    return engine.evaluate(inputs, targets).item(), engine.predict(inputs).logits
+
+
+@pytest.mark.slow
+def test_evaluation(ranks):
+    model = parity.build("mixtral").eval()
+    inputs, targets = parity.batch("mixtral", 0)
+    with torch.no_grad():
+        output = model(**inputs)
+    summed, count = parity.loss_function("mixtral")(output, targets)
+    found = ranks(2, _evaluated, dict(ep=2, zero=1))
+    assert [loss for loss, _ in found] == pytest.approx([(summed / count).item()] * 2, rel=1e-6)
+    torch.testing.assert_close(torch.cat([logits for _, logits in found]), output.logits, rtol=1e-5, atol=1e-6)
