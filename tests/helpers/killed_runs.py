@@ -189,12 +189,14 @@ class Dcp:
 
     def find(self, output: Path) -> str:
         """Compares the checkpoint with those that the undisturbed run wrote, each to a file of its own."""
+        from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+
         if not (output / "saved").exists() and not (output / "checkpoint" / ".metadata").exists():
             return "nothing yet"
         try:
             found = _whole_state(output / "checkpoint")
             expected = torch.load(output.parent / "undisturbed" / f"step-{found['step']}.pt", weights_only=False)
-        except Exception as error:  # whatever it raises, the checkpoint cannot be read
+        except (Exception, CheckpointException) as error:  # whatever it raises, the checkpoint cannot be read
             shutil.rmtree(output)
             return f"unreadable: {type(error).__name__}"
         if _tensors(found) == _tensors(expected):
