@@ -133,3 +133,9 @@ def _losses(path: Path, load: bool, batches: int) -> list[float]:
 def test_a_checkpoint_holds_the_place_of_a_stream(ranks: RankPool, tmp_path: Path) -> None:
     undisturbed = ranks(2, _losses, tmp_path / "saved", False, 9)[0]
     assert ranks(1, _losses, tmp_path / "saved", True, 6)[0] == pytest.approx(undisturbed[3:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_read_the_same() -> None:
+    spawned = _loader(Stateful(), workers=1, multiprocessing_context="spawn")
+    assert _taken(spawned, 4) == _taken(_loader(Stateful()), 4)

@@ -5,6 +5,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -183,6 +185,70 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_stream(ranks: RankPool, config
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-4"
     ranks(1, _run, config, output=tmp_path / "resumed", resume=checkpoint)
     assert _losses(tmp_path / "resumed") == pytest.approx({step: undisturbed[step] for step in range(5, 11)}, rel=1e-5)
+
+
+def samples_of_a_stream() -> Iterator[dict[str, Any]]:
+    inputs = Sums(count=52, seed=0).inputs
+    return ({"x": x.tolist(), "y": [x.sum().item()]} for x in inputs)
+
+
+def stateful_loader(**options: Any) -> Any:
+    """torchdata's loader, of samples."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(SumsInAStream(count=52, seed=0), batch_size=None, **options)
+
+
+def hugging_face_stream(buffer_size: int) -> Any:
+    """A streaming data set, whose state leaves out what is in its shuffle buffer."""
+    import datasets
+
+    stream = datasets.IterableDataset.from_generator(samples_of_a_stream)
+    return stream.shuffle(seed=0, buffer_size=buffer_size) if buffer_size else stream
+
+
+def pairs(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A batch of either kind of samples."""
+    if isinstance(samples[0], dict):
+        samples = [(torch.tensor(sample["x"]), torch.tensor(sample["y"])) for sample in samples]
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "stream", "workers"),
+    [
+        (None, "SumsInAStream)(count=52, seed=0)", 2),
+        ("torchdata", "stateful_loader)()", 2),
+        ("torchdata", "stateful_loader)(num_workers=1)", 0),
+        ("datasets", "hugging_face_stream)(buffer_size=0)", 2),
+        ("datasets", "hugging_face_stream)(buffer_size=7)", 2),
+    ],
+)
+def test_a_stream_with_workers_that_is_resumed_twice_repeats_and_drops_no_sample(
+    config: Path, tmp_path: Path, package: str | None, stream: str, workers: int
+) -> None:
+    if package is not None:
+        pytest.importorskip(package)
+    text = CONFIG.replace("Sums)(count=100, seed=0)", stream)
+    config.write_text(f"from test_trainer_run import *\nfrom test_trainer_run import pairs as collate\n{text}")
+
+    def train(output: str, resume: Path | None = None) -> dict[int, float]:
+        # A process of its own: it may have workers, which a rank of the pool may not.
+        command = [sys.executable, "-m", "tensorshard.cli", "train", str(config), f"train.num_workers={workers}"]
+        command += ["--allow", __name__, "--output", str(tmp_path / output)]
+        command += [] if resume is None else ["--resume", str(resume)]
+        paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return _losses(tmp_path / output)
+
+    undisturbed = train("whole")  # an epoch has 6 batches
+    for output, checkpoint in (("once", "whole/checkpoints/step-4"), ("twice", "once/checkpoints/step-8")):
+        begin = int(checkpoint.rpartition("-")[2])
+        assert train(output, tmp_path / checkpoint) == {step: undisturbed[step] for step in range(begin + 1, 11)}
 
 
 def _flip_a_bit(file: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tensorshard.common.kinds import kind_of
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.data.sampler import TorchOrder
-from tensorshard.engine.stream import DealtStream, is_stateful
+from tensorshard.engine.stream import DealtStream, is_stateful, share
 from tensorshard.model.batches import to_device
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
@@ -134,7 +134,7 @@ class EngineLoader:
             stream,
             self.batch_size,
             dp_rank=self._order["dp_rank"],
-            share=self.share,
+            dp_size=self._order["dp_size"],
             drop_last=self._order["drop_last"],
             collate=options.pop("collate_fn", None) or default_collate,
             epoch=self.epoch,
@@ -148,6 +148,13 @@ class EngineLoader:
             raise ValueError(
                 f"the {type(self.dataset).__name__} is a stream, which engine.loader cannot shuffle: give "
                 f"shuffle=False, and shuffle in the stream itself, the same on every rank (by set_epoch, if it has one)"
+            )
+        own_workers = getattr(self.dataset, "num_workers", 0) if isinstance(self.dataset, DataLoader) else 0
+        if own_workers and self._options.get("num_workers"):
+            raise ValueError(
+                f"the {type(self.dataset).__name__} has {own_workers} worker processes, and engine.loader was given "
+                f"num_workers={self._options['num_workers']}: a worker cannot have workers; give num_workers to one of "
+                f"the two (in a config: train.num_workers=0)"
             )
         DataLoader(self.dataset, batch_size=None, **self._options)  # which checks the options
         if self._options.get("persistent_workers"):
@@ -172,8 +179,7 @@ class EngineLoader:
 
     def share(self, size: int, dp_rank: int | None = None) -> int:
         """How many of a batch's `size` samples a data rank gets; None for this one."""
-        dp_rank, dp_size = self._order["dp_rank"] if dp_rank is None else dp_rank, self._order["dp_size"]
-        return size // dp_size + (dp_rank < size % dp_size)
+        return share(size, self._order["dp_rank"] if dp_rank is None else dp_rank, self._order["dp_size"])
 
     def _share_of_one_or_none(self, batch: Any, size: int) -> Any:
         """A batch of one sample, or without its sample on the ranks that get none.
@@ -277,7 +283,8 @@ class _AtLeastOne(Sampler[list[int]]):
 def is_stream(dataset: Any) -> bool:
     """Whether samples of `dataset` come one after the other, and have no index."""
     if isinstance(dataset, DataLoader):
-        return False
+        # torchdata's StatefulDataLoader, of samples. An order that each rank draws for itself is none.
+        return hasattr(dataset, "load_state_dict") and dataset.batch_size is None and is_stream(dataset.dataset)
     return isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__") and is_stateful(dataset)
     )
@@ -305,7 +312,8 @@ def _check(dataset: Any, batch_size: Any, options: dict[str, Any]) -> None:
         raise TypeError(
             f"dataset is {kind_of(dataset)}; engine.loader deals samples to ranks by their index, so it needs "
             f"one with len(dataset) and dataset[index]; or a stream: a torch.utils.data.IterableDataset, or another "
-            f"class with __iter__, state_dict and load_state_dict"
+            f"class with __iter__, state_dict and load_state_dict; or torchdata's StatefulDataLoader of a stream, with "
+            f"batch_size=None"
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise (ValueError if isinstance(batch_size, int) else TypeError)(

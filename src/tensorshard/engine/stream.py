@@ -20,7 +20,7 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
     Args:
         stream: an iterable of samples. It may have ``state_dict`` and ``load_state_dict``, and ``set_epoch``.
         batch_size: samples in a batch, over all data ranks.
-        share: how many of so many samples a data rank gets.
+        dp_size: how many data ranks there are.
         drop_last: whether an incomplete batch at the end is left out.
         collate: makes a batch of a list of samples.
         epoch: for ``set_epoch``.
@@ -34,7 +34,7 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
         batch_size: int,
         *,
         dp_rank: int,
-        share: Callable[[int, int], int],
+        dp_size: int,
         drop_last: bool,
         collate: Callable[[list[Any]], Any],
         epoch: int,
@@ -43,7 +43,7 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
     ) -> None:
         self._stream = stream
         self._batch_size = batch_size
-        self._dp_rank, self._share = dp_rank, share
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._drop_last = drop_last
         self._collate = collate
         self._epoch, self._state, self._skip = epoch, state, skip
@@ -70,13 +70,33 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
 
     def _own(self, samples: list[Any]) -> list[Any]:
         """This rank's samples of a batch; any one if it gets none, from which tensors of the right form are made."""
-        first = sum(self._share(len(samples), rank) for rank in range(self._dp_rank))
-        return samples[first : first + self._share(len(samples), self._dp_rank)] or samples[-1:]
+        first = sum(share(len(samples), rank, self._dp_size) for rank in range(self._dp_rank))
+        return samples[first : first + share(len(samples), self._dp_rank, self._dp_size)] or samples[-1:]
 
     def _place(self) -> Any:
         return copy.deepcopy(self._stream.state_dict()) if is_stateful(self._stream) else None
 
 
+def share(size: int, dp_rank: int, dp_size: int) -> int:
+    """How many of a batch's `size` samples a data rank gets."""
+    return size // dp_size + (dp_rank < size % dp_size)
+
+
 def is_stateful(stream: Any) -> bool:
-    """Whether `stream` says where it stands."""
-    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+    """Whether `stream` says where it stands, and comes back to exactly there.
+
+    The state of a Hugging Face stream does not hold the samples in its shuffle buffer: they would be lost. Such a
+    stream is read again instead.
+    """
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not _forgets_a_buffer(stream)
+
+
+def _forgets_a_buffer(stream: Any) -> bool:
+    parts = [stream]
+    for part in parts:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        held = vars(part) if hasattr(part, "__dict__") else {}
+        parts += [held[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in held]
+        parts += held.get("ex_iterables") or []
+    return False
