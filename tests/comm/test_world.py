@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,7 @@ def _joined(monkeypatch) -> dict[str, str]:
     seen: dict[str, str] = {}
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(world, "leave_at_exit", lambda: None)
-    monkeypatch.setattr(world, "_joined_here", [])
+    monkeypatch.setattr(world, "_joined_here", weakref.WeakSet())
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
     join_world(torch.device("cuda", 0))
     return seen
@@ -179,3 +180,29 @@ def _timeouts_of_world() -> list[timedelta]:
 def test_so_they_do_in_a_world_that_is_joined_here(ranks):
     variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     assert ranks(1, _timeouts_of_world, environment=variables)[0] == [LONG_TIMEOUT, DEFAULT_TIMEOUT]
+
+
+_FORKS_AFTER_A_WORLD = """
+import torch
+import torch.distributed as dist
+
+import tensorshard as ts
+from tensorshard.comm.world import join_world
+
+
+def on_rank() -> int:
+    join_world(torch.device("cpu"))
+    return dist.get_rank()
+
+
+join_world(torch.device("cpu"))
+dist.destroy_process_group()
+print(ts.notebook_launch(on_rank, ranks=2))
+"""
+
+
+def test_ranks_forked_after_a_world_has_ended_join_their_own(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(_FORKS_AFTER_A_WORLD)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[0, 1]"), done.stderr

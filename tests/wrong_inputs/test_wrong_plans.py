@@ -44,7 +44,9 @@ WRONG: dict[str, Case] = {
     "degrees that are not the world's": (lambda: ts.Plan(dp_shard=3).resolve(4), "multiply to 3", "processes is 4"),
     "degrees that do not divide it": (lambda: ts.Plan(tp=3).resolve(4), "4, does not divide", "multiple of 3"),
     "a world as text": (lambda: ts.Plan().resolve("4"), "world_size is '4'", "an integer of at least 1"),
-    "context parallelism of stages": (lambda: ts.Plan(cp=2, pp=2).resolve(4), "cp=2", "pp=2", "set pp=1"),
+    "a compiled model of split sequences": (
+        lambda: ts.Plan(cp=2, compile=True).resolve(4), "compile=True", "cp=2", "set compile=False"
+    ),
     "sequences without tp": (
         lambda: ts.Plan(sequence_parallel=True).resolve(2), "sequence_parallel=True", "tp=1", "set tp"
     ),

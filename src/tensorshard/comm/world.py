@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,8 @@ _PATIENCE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.005
 _QUIET_PAUSES = 4  # in a row; a thread may sleep between two calculations
 _TASKS = Path("/proc/self/task")
-_joined_here: list[dist.ProcessGroup | None] = []
+# Not held: a fork that joins a world of its own would free the groups of this one, and wait for threads it lacks.
+_joined_here: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:
@@ -99,7 +101,8 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    _joined_here[:] = [dist.group.WORLD]
+    if dist.group.WORLD is not None:
+        _joined_here.add(dist.group.WORLD)
 
 
 def flight_recorder() -> dict[str, str]:
@@ -153,7 +156,7 @@ def _leave() -> None:
 
 def was_joined_here(group: dist.ProcessGroup) -> bool:
     """Whether `group` is the world, and :func:`join_world` has made it."""
-    return group is dist.group.WORLD and _joined_here == [group]
+    return group is dist.group.WORLD and group in _joined_here
 
 
 def world_size() -> int:
