@@ -37,8 +37,8 @@ class Mesh:
         device_type: of the tensors that are sent, "cpu" or "cuda".
         group: the processes to use; all of the world if None.
         timeout: how long ranks wait for each other in the groups that are made here, and in a world that
-            :func:`~tensorshard.comm.world.join_world` made; None for torch's own. Of the default one, half an hour
-            becomes until :meth:`end_start`, and in :meth:`waiting_longer`.
+            :func:`tensorshard.parallelize` has joined; None for torch's own. In place of the default one, ranks wait
+            half an hour until :meth:`end_start`, and in :meth:`waiting_longer`.
 
     Raises:
         ValueError: the plan's degrees do not multiply to the world size.
