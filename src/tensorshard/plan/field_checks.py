@@ -112,10 +112,5 @@ def check_experts(plan: Mapping[str, Any]) -> None:
         if plan[field] != least:
             raise ValueError(
                 f"ep={ep} was given with {field}={plan[field]!r}, which do not go together yet; set {field}={least} "
-                f"(dp_shard, dp_replicate and zero 0 to 2 go with ep), or ep=1"
+                f"(dp_shard, dp_replicate and zero go with ep), or ep=1"
             )
-    if plan["zero"] == 3:
-        raise ValueError(
-            f"ep={ep} was given with zero=3, which do not go together yet; set zero=0, 1 or 2, under which each rank "
-            f"holds 1/{ep} of the experts, or ep=1"
-        )
