@@ -27,6 +27,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "2xep2-zero3-micro2": ("mixtral", 4, dict(ep=2, zero=3, micro_batches=2)),
     "2-replicas-ep2-zero3-micro2": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=3, micro_batches=2)),
     "2-replicas-2xep2-zero3": ("mixtral", 8, dict(dp_replicate=2, dp_shard=4, ep=2, zero=3)),
+    "ep2-pp2-zero1-micro2-clip": ("mixtral", 4, dict(ep=2, pp=2, zero=1, micro_batches=2, clip_grad_norm=0.5)),
+    "ep2-pp2-zero3-micro2": ("mixtral", 4, dict(ep=2, pp=2, zero=3, micro_batches=2)),
+    "ep2-interleaved-zero2-micro4-full": (
+        "mixtral",
+        4,
+        dict(ep=2, pp=2, pp_schedule="interleaved_1f1b", zero=2, micro_batches=4, recompute="full"),
+    ),
+    "ep2-zero1-offload": ("mixtral", 2, dict(ep=2, zero=1, offload="cpu")),
+    "ep2-zero3-offload-full": ("mixtral", 2, dict(ep=2, zero=3, offload="disk", recompute="full")),
+    "ep2-zero3-compile": ("mixtral", 2, dict(ep=2, zero=3, compile=True)),
     "2-replicas-ep2-zero0": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=0)),
     "2-replicas-ep2-zero1": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=1)),
     "2-replicas-ep2-zero2-micro2": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=2, micro_batches=2)),
@@ -128,8 +138,7 @@ def test_experts_that_depend_on_each_other_are_refused():
     [
         (dict(ep=3, dp_shard=4, zero=1), "of which there are 4; ep can be 1, 2, 4"),
         (dict(ep=2, tp=2, zero=1), "tp=2, which do not go together yet"),
-        (dict(ep=2, zero=1, compile=True), "compile=True, which do not go together yet"),
-        (dict(ep=2, zero=1, offload="cpu"), "offload=.*, which do not go together yet"),
+        (dict(ep=2, cp=2, zero=1), "cp=2, which do not go together yet"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(fields, message):

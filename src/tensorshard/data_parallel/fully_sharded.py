@@ -323,7 +323,7 @@ class FullyShardedModel(ShardedModel):
             if not shards or not shards.keys().isdisjoint(known):
                 continue
             own += shards
-            if all(master.device_mesh == self._expert_mesh for master in shards):
+            if all(isinstance(master, DTensor) and master.device_mesh == self._expert_mesh for master in shards):
                 watch_reduced(group, self._divide_by_samples)
             self._master_places.update(self._shards.keep(group))
         self._unit_masters.append((unit, own))

@@ -60,7 +60,8 @@ def expert_parallel(part: Part, context: PassContext) -> None:
     if context.experts:
         from tensorshard.parallelize.split_experts import split_all_experts
 
-        part.split = split_all_experts(part.module, context.experts, context.mesh.experts.group("tp"))
+        group = context.mesh.experts.group("tp")
+        part.split = split_all_experts(part.module, part.full_model, context.experts, group)
 
 
 def context_parallel(part: Part, context: PassContext) -> None:

@@ -46,16 +46,24 @@ class ExpertTable:
         return "\n".join(lines)
 
 
-def split_all_experts(model: nn.Module, experts: Mapping[str, RoutedCall], group: dist.ProcessGroup) -> TensorSplit:
-    """Makes the modules that `experts` names compute this rank's part; says how their parameters are split."""
+def split_all_experts(
+    model: nn.Module, full_model: nn.Module, experts: Mapping[str, RoutedCall], group: dist.ProcessGroup
+) -> TensorSplit:
+    """Makes the modules that `experts` names compute this rank's part; says how their parameters are split.
+
+    Args:
+        model: the one to change: `full_model`, or a stage of it, which has some of these modules.
+    """
+    here = dict(model.named_modules())
     layouts = {}
     for name, call in experts.items():
-        module = model.get_submodule(name)
-        split_experts(module, call, group)
+        if name in here:
+            split_experts(here[name], call, group)
+        module = full_model.get_submodule(name)
         layouts.update({p: Layout(0, (call.experts,)) for p in own_parameters(module).values()})
     named = {
         name: layouts[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in full_model.named_parameters(remove_duplicate=False)
         if parameter in layouts
     }
     return TensorSplit(named, group, ExpertTable(experts, group.size()), of_data_ranks=True)

@@ -124,13 +124,17 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups of this rank: the world's first, then those of the axes, then those of experts."""
         groups = [self.world_group, *(self.group(axis) for axis in self._axes)]
-        return groups if self.experts is self else [*groups, *self.experts.groups()[1:]]
+        return [*groups, *(self.experts.group(axis) for axis in self._axes_of_experts())]
 
     def group_names(self) -> list[str]:
         """What :meth:`groups` are called, in the same order."""
         names = ["world", *self._axes]
         of_experts = {"tp": "ep", "dp_shard": "dp_shard of experts", "dp_replicate": "dp_replicate of experts"}
-        return names if self.experts is self else [*names, *(of_experts[axis] for axis in self.experts._axes)]
+        return [*names, *(of_experts[axis] for axis in self._axes_of_experts())]
+
+    def _axes_of_experts(self) -> list[str]:
+        """The axes of :attr:`experts` along which groups of it send."""
+        return [] if self.experts is self else [axis for axis in self.experts._axes if axis != "pp"]
 
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""

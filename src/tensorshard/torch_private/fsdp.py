@@ -82,7 +82,7 @@ def parameter_groups(model: nn.Module) -> list[Any]:
     return list(groups.values())
 
 
-def set_collectives(module: nn.Module, gather: AllGather, reduce: ReduceScatter) -> None:
+def set_collectives(module: FSDPModule, gather: AllGather, reduce: ReduceScatter) -> None:
     """Makes the groups of parameters of a `module` send by `gather` and `reduce`.
 
     Why: see the top of this file.
@@ -91,7 +91,6 @@ def set_collectives(module: nn.Module, gather: AllGather, reduce: ReduceScatter)
 
     Public way: ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``, for modules with one group.
     """
-    assert isinstance(module, FSDPModule)
     for group in _groups_of(module._get_fsdp_state()):
         group._all_gather_comm, group._reduce_scatter_comm = gather, reduce
 
