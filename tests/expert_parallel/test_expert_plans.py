@@ -37,6 +37,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2-zero1-offload": ("mixtral", 2, dict(ep=2, zero=1, offload="cpu")),
     "ep2-zero3-offload-full": ("mixtral", 2, dict(ep=2, zero=3, offload="disk", recompute="full")),
     "ep2-zero3-compile": ("mixtral", 2, dict(ep=2, zero=3, compile=True)),
+    "ep2-tp2-zero1-clip": ("mixtral", 4, dict(ep=2, tp=2, zero=1, clip_grad_norm=0.5)),
+    "ep2-sp2-zero3-micro2-full": (
+        "mixtral",
+        4,
+        dict(ep=2, tp=2, sequence_parallel=True, zero=3, micro_batches=2, recompute="full"),
+    ),
+    "ep2-tp2-pp2-zero3-micro2": ("mixtral", 8, dict(ep=2, tp=2, pp=2, zero=3, micro_batches=2)),
     "2-replicas-ep2-zero0": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=0)),
     "2-replicas-ep2-zero1": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=1)),
     "2-replicas-ep2-zero2-micro2": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=2, micro_batches=2)),
@@ -94,6 +101,32 @@ def test_a_rank_holds_its_part_of_the_experts(ranks):
     assert states - states_of_part == whole  # half of two states of AdamW
 
 
+def _saved_and_loaded(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> tuple[list[float], list[float]]:
+    return _saved(folder, before), _loaded(folder, after)
+
+
+@pytest.mark.slow
+def test_checkpoints_with_tensor_parallelism(ranks, tmp_path):
+    plans = (dict(ep=2, tp=2, zero=1), dict(ep=2, tp=2, zero=3))
+    for before, after in ranks(4, _saved_and_loaded, tmp_path, *plans):
+        assert after == pytest.approx(before, rel=1e-5)
+
+
+def _refused(fields: dict[str, Any]) -> str:
+    try:
+        parity.make_engine("mixtral", fields)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_table_that_names_experts_is_refused(ranks):
+    table = {"model.layers.*.mlp.experts.gate_up_proj": "slice(1)", "lm_head": "colwise"}
+    for message in ranks(4, _refused, dict(ep=2, tp=2, zero=1, tp_plan=table, tp_check=False)):
+        assert "tp_plan names model.layers.*.mlp.experts.gate_up_proj, which are experts" in message
+
+
 class Handmade(nn.Module):
     """Experts with biases, under names of their own, and arguments in another order."""
 
@@ -137,7 +170,6 @@ def test_experts_that_depend_on_each_other_are_refused():
     ("fields", "message"),
     [
         (dict(ep=3, dp_shard=4, zero=1), "of which there are 4; ep can be 1, 2, 4"),
-        (dict(ep=2, tp=2, zero=1), "tp=2, which do not go together yet"),
         (dict(ep=2, cp=2, zero=1), "cp=2, which do not go together yet"),
     ],
 )

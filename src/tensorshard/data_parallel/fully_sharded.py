@@ -300,7 +300,7 @@ class FullyShardedModel(ShardedModel):
 
     def _is_expert(self, name: str) -> bool:
         """Whether the data ranks share the elements of a parameter, as the experts of a mixture."""
-        return self._expert_mesh is not None and self.split.num_shards(name) > 1
+        return self.split.of(name).of_data_ranks
 
     def _divide_by_samples(self, gradients: torch.Tensor) -> None:
         """Divides the average of experts' gradients over the ranks that hold them.

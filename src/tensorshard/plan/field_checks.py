@@ -108,9 +108,8 @@ def check_experts(plan: Mapping[str, Any]) -> None:
             f"ep={ep} was given, and experts are split over the ranks of dp_shard, of which there are {dp_shard}; ep "
             f"can be {', '.join(divisors)}"
         )
-    for field, least in (("tp", 1), ("cp", 1)):
-        if plan[field] != least:
-            raise ValueError(
-                f"ep={ep} was given with {field}={plan[field]!r}, which do not go together yet; set {field}={least} "
-                f"(dp_shard, dp_replicate, pp and zero go with ep), or ep=1"
-            )
+    if plan["cp"] > 1:
+        raise ValueError(
+            f"ep={ep} was given with cp={plan['cp']}, which do not go together yet; set cp=1 (dp_shard, dp_replicate, "
+            f"pp, tp and zero go with ep), or ep=1"
+        )
