@@ -87,7 +87,10 @@ class FullyShardedModel(ShardedModel):
         self._gradient_ranks = mesh.gradient_ranks
         self._master_places: dict[nn.Parameter, Place] = {}
         self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
-        self._scalars = self._keep_some_whole(value_of, precision)
+        self._precision = precision
+        # FSDP cannot shard a parameter without dimensions or without elements: each rank keeps it whole, and averages
+        # the gradient that the first has.
+        self._scalars: list[nn.Parameter] = []
         options: dict[str, Any] = {
             "mesh": mesh.hybrid_mesh if self._hybrid else mesh.shard_mesh,
             "mp_policy": MixedPrecisionPolicy(
@@ -95,7 +98,7 @@ class FullyShardedModel(ShardedModel):
                 reduce_dtype=reduce_dtype if self._dtype == torch.float32 and mesh.gradient_ranks > 1 else self._dtype,
                 cast_forward_inputs=False,  # autocast casts where it is needed
             ),
-            "ignored_params": set(self._scalars),
+            "ignored_params": set(),
         }
         if self._expert_mesh is not None:
             over_fewer = shard_over(self._expert_mesh)
@@ -106,15 +109,7 @@ class FullyShardedModel(ShardedModel):
             # Shards and their gradients go to the device when a unit is gathered. They are not pinned: pinned memory
             # for all of them would exceed any budget.
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        tied = _shared_between(model, units)
-        for unit in units:
-            if not any(parameter in tied for module in unit for parameter in module.parameters()):
-                self._fill(unit, value_of)
-                fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
-                self._note_unit(unit)
-        self._fill([model], value_of)
-        fully_shard(model, reshard_after_forward=False, **options)
-        self._note_unit([model])
+        self._shard_units(units, value_of, options)
         for own in self_training(model).values():
             if isinstance(own, FSDPModule) and isinstance(own, nn.Module):  # a unit of its own
                 for method in own.methods_with_parameters:
@@ -131,7 +126,7 @@ class FullyShardedModel(ShardedModel):
             if isinstance(master, DTensor):
                 self._reads.watch(master)
         self._written = WrittenShards(
-            {master: name for name, master in self._masters.items() if isinstance(master, DTensor)},
+            {master: name for name, master in self._masters.items()},
             mesh.gradient_group,
             torch.device(mesh.device_mesh.device_type),
             {self._masters[name]: mesh.experts.gradient_group for name in self._masters if self._is_expert(name)},
@@ -141,12 +136,34 @@ class FullyShardedModel(ShardedModel):
         if precision != "fp32":
             self._narrow_calls_from_outside(precision, torch.device(mesh.device_mesh.device_type))
         self._shards.watch_forwards(model)
-        if is_gloo(mesh.shard_group, torch.device(mesh.device_mesh.device_type)):
-            names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-            for module, name in names.items():
-                shown = name or type(model).__name__
-                set_collectives(module, _AllGather(shown), _ReduceScatter(shown))
+        self._choose_collectives(mesh)
         self._shards.check_room(mesh.world_group)
+
+    def _shard_units(
+        self, units: list[list[nn.Module]], value_of: Callable[[str], torch.Tensor], options: dict[str, Any]
+    ) -> None:
+        """Fills and shards the parameters of `units`, one after the other, and then all others."""
+        tied = _shared_between(self.model, units)
+        for unit in units:
+            parameters = [parameter for module in unit for parameter in module.parameters()]
+            # What some ranks have none of makes no unit, which all have to gather in one order.
+            if tied.isdisjoint(parameters) and not all(self._is_empty_somewhere(p) for p in parameters):
+                self._fill(unit, value_of)
+                options["ignored_params"].update(self._scalars)
+                fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
+                self._note_unit(unit)
+        self._fill([self.model], value_of)
+        options["ignored_params"].update(self._scalars)
+        fully_shard(self.model, reshard_after_forward=False, **options)
+        self._note_unit([self.model])
+
+    def _choose_collectives(self, mesh: Mesh) -> None:
+        """On Gloo, FSDP's messages are sent by collectives that are faster than its own."""
+        if is_gloo(mesh.shard_group, torch.device(mesh.device_mesh.device_type)):
+            names = {module: name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)}
+            for module, name in names.items():
+                shown = name or type(self.model).__name__
+                set_collectives(module, _AllGather(shown), _ReduceScatter(shown))
 
     def _watch_units(self, mesh: Mesh) -> UnitCalls:
         """Puts :class:`UnitCalls` between FSDP and its units."""
@@ -290,6 +307,12 @@ class FullyShardedModel(ShardedModel):
                 if parameter.is_meta:
                     value = value_of(self._names[parameter])
                     value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
+                    if value.dim() == 0 or value.numel() == 0:
+                        if value.numel() == 0:  # nothing converts it for a forward, and it has nothing to lose
+                            value = value.to(compute_dtype(value.dtype, self._precision))
+                        self._scalars.append(like(parameter, value.clone()))
+                        self._places.replace(parameter, self._scalars[-1])
+                        continue
                     filled = like(parameter, value.contiguous())
                     if self._is_expert(self._names[parameter]):
                         self._experts.add(filled)
@@ -297,6 +320,12 @@ class FullyShardedModel(ShardedModel):
                     self._filled += [
                         (owner, key, filled) for owner, key in self._places.of(parameter) if has_references(owner, key)
                     ]
+
+    def _is_empty_somewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether some ranks have no element of a parameter, as of an expert in a list."""
+        split = self.split.of(self._names[parameter])
+        layout, shape = split.layout(self._names[parameter]), parameter.shape
+        return any(layout.local_shape(shape, rank, split.size).numel() == 0 for rank in range(split.size))
 
     def _is_expert(self, name: str) -> bool:
         """Whether the data ranks share the elements of a parameter, as the experts of a mixture."""
@@ -327,21 +356,6 @@ class FullyShardedModel(ShardedModel):
                 watch_reduced(group, self._divide_by_samples)
             self._master_places.update(self._shards.keep(group))
         self._unit_masters.append((unit, own))
-
-    def _keep_some_whole(self, value_of: Callable[[str], torch.Tensor], precision: str) -> list[nn.Parameter]:
-        """FSDP cannot shard a parameter without dimensions or without elements: each rank keeps it whole, and averages
-        the gradient that the first has."""
-        scalars = []
-        for meta, name in self._names.items():
-            if meta.dim() == 0 or meta.numel() == 0:
-                value = value_of(name)
-                dtype = master_dtype(value.dtype)
-                if meta.numel() == 0:  # nothing converts it for a forward, and it has nothing to lose
-                    dtype = compute_dtype(dtype, precision)
-                scalar = like(meta, value.to(dtype).clone())
-                self._places.replace(meta, scalar)
-                scalars.append(scalar)
-        return scalars
 
 
 def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:
