@@ -22,13 +22,35 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "2xep2-zero0": ("mixtral", 4, dict(ep=2, zero=0)),
     "2xep2-zero1": ("mixtral", 4, dict(ep=2, zero=1)),
     "2xep2-zero2-micro4-clip": ("mixtral", 4, dict(ep=2, zero=2, micro_batches=4, clip_grad_norm=0.5)),
+    "ep2-zero3-clip": ("mixtral", 2, dict(ep=2, zero=3, clip_grad_norm=0.5)),
+    "ep4-zero3-full": ("mixtral", 4, dict(ep=4, zero=3, recompute="full")),
+    "2xep2-zero3-micro2": ("mixtral", 4, dict(ep=2, zero=3, micro_batches=2)),
+    "2-replicas-ep2-zero3-micro2": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=3, micro_batches=2)),
+    "2-replicas-2xep2-zero3": ("mixtral", 8, dict(dp_replicate=2, dp_shard=4, ep=2, zero=3)),
+    "ep2-pp2-zero1-micro2-clip": ("mixtral", 4, dict(ep=2, pp=2, zero=1, micro_batches=2, clip_grad_norm=0.5)),
+    "ep2-pp2-zero3-micro2": ("mixtral", 4, dict(ep=2, pp=2, zero=3, micro_batches=2)),
+    "ep2-interleaved-zero2-micro4-full": (
+        "mixtral",
+        4,
+        dict(ep=2, pp=2, pp_schedule="interleaved_1f1b", zero=2, micro_batches=4, recompute="full"),
+    ),
+    "ep2-zero1-offload": ("mixtral", 2, dict(ep=2, zero=1, offload="cpu")),
+    "ep2-zero3-offload-full": ("mixtral", 2, dict(ep=2, zero=3, offload="disk", recompute="full")),
+    "ep2-zero3-compile": ("mixtral", 2, dict(ep=2, zero=3, compile=True)),
+    "ep2-tp2-zero1-clip": ("mixtral", 4, dict(ep=2, tp=2, zero=1, clip_grad_norm=0.5)),
+    "ep2-sp2-zero3-micro2-full": (
+        "mixtral",
+        4,
+        dict(ep=2, tp=2, sequence_parallel=True, zero=3, micro_batches=2, recompute="full"),
+    ),
+    "ep2-tp2-pp2-zero3-micro2": ("mixtral", 8, dict(ep=2, tp=2, pp=2, zero=3, micro_batches=2)),
     "2-replicas-ep2-zero0": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=0)),
     "2-replicas-ep2-zero1": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=1)),
     "2-replicas-ep2-zero2-micro2": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=2, micro_batches=2)),
 }
 
 
-@pytest.mark.fast_cases("ep2-zero1-clip")
+@pytest.mark.fast_cases("ep2-zero1-clip", "ep2-zero3-clip")
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = CASES[case]
@@ -59,6 +81,7 @@ def _loaded(folder: Path, fields: dict[str, Any]) -> list[float]:
 @pytest.mark.slow
 def test_checkpoints_of_other_layouts(ranks, tmp_path):
     plans = [(dict(ep=2, zero=1), dict(zero=3)), (dict(zero=1), dict(ep=2, zero=2)), (dict(ep=2, zero=0), dict(zero=1))]
+    plans += [(dict(ep=2, zero=3), dict(zero=0)), (dict(ep=2, zero=1), dict(ep=2, zero=3))]
     for index, (before, after) in enumerate(plans):
         went_on = ranks(2, _saved, tmp_path / str(index), before)[0]
         assert ranks(2, _loaded, tmp_path / str(index), after)[0] == pytest.approx(went_on, rel=1e-5)
@@ -76,6 +99,32 @@ def _held(fields: dict[str, Any]) -> tuple[int, int]:
 def test_a_rank_holds_its_part_of_the_experts(ranks):
     (whole, states), (_, states_of_part) = ranks(2, _held, dict(zero=0))[0], ranks(2, _held, dict(ep=2, zero=0))[0]
     assert states - states_of_part == whole  # half of two states of AdamW
+
+
+def _saved_and_loaded(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> tuple[list[float], list[float]]:
+    return _saved(folder, before), _loaded(folder, after)
+
+
+@pytest.mark.slow
+def test_checkpoints_with_tensor_parallelism(ranks, tmp_path):
+    plans = (dict(ep=2, tp=2, zero=1), dict(ep=2, tp=2, zero=3))
+    for before, after in ranks(4, _saved_and_loaded, tmp_path, *plans):
+        assert after == pytest.approx(before, rel=1e-5)
+
+
+def _refused(fields: dict[str, Any]) -> str:
+    try:
+        parity.make_engine("mixtral", fields)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_table_that_names_experts_is_refused(ranks):
+    table = {"model.layers.*.mlp.experts.gate_up_proj": "slice(1)", "lm_head": "colwise"}
+    for message in ranks(4, _refused, dict(ep=2, tp=2, zero=1, tp_plan=table, tp_check=False)):
+        assert "tp_plan names model.layers.*.mlp.experts.gate_up_proj, which are experts" in message
 
 
 class Handmade(nn.Module):
@@ -121,10 +170,7 @@ def test_experts_that_depend_on_each_other_are_refused():
     ("fields", "message"),
     [
         (dict(ep=3, dp_shard=4, zero=1), "of which there are 4; ep can be 1, 2, 4"),
-        (dict(ep=2, zero=3), "zero=3, which do not go together yet"),
-        (dict(ep=2, tp=2, zero=1), "tp=2, which do not go together yet"),
-        (dict(ep=2, zero=1, compile=True), "compile=True, which do not go together yet"),
-        (dict(ep=2, zero=1, offload="cpu"), "offload=.*, which do not go together yet"),
+        (dict(ep=2, cp=2, zero=1), "cp=2, which do not go together yet"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(fields, message):

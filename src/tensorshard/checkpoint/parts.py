@@ -355,11 +355,12 @@ class RandomPart(Part):
 
 def in_pieces(sharded: ShardedModel, name: str, tensor: torch.Tensor) -> Any:
     """`tensor`, sharded as the master weight or buffer `name`, with the places of its pieces in the full tensor."""
-    layout = sharded.split.layout(name)
+    split = sharded.split.of(name)
+    layout = split.layout(name)
     if layout.dim is None:
         return tensor
-    ranges = layout.ranges(sharded.split.rank, sharded.split.size)
-    shape = sharded.split.full_shape(name, tensor.shape)
+    ranges = layout.ranges(split.rank, split.size)
+    shape = split.full_shape(name, tensor.shape)
     return TensorPieces.of(tensor, shape, layout.dim, ranges)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -39,6 +40,9 @@ from tensorshard.torch_private.fsdp import (
     padded_shards,
     parameter_groups,
     reset_iteration,
+    set_collectives,
+    shard_over,
+    watch_reduced,
 )
 from tensorshard.torch_private.fsdp_calls import initialize_root, watch_unit
 from tensorshard.torch_private.modules import own_parameters, parameter_at
@@ -71,39 +75,41 @@ class FullyShardedModel(ShardedModel):
         super().__init__(model, split)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._places = ParameterPlaces(model)
+        self._hybrid = mesh.degrees["dp_replicate"] > 1
+        self._expert_mesh: DeviceMesh | None = None
+        if mesh.experts is not mesh:
+            self._expert_mesh = mesh.experts.hybrid_mesh if self._hybrid else mesh.experts.shard_mesh
+        self._ranks_per_expert = mesh.experts.gradient_ranks
+        self._experts: set[nn.Parameter] = set()  # those that are filled, before they are sharded
         self._filled: list[tuple[nn.Module, str, nn.Parameter]] = []  # those of the unit that are held elsewhere, too
         # All trained parameters have one type, as was checked. A pipeline's stage may train none.
         self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
-        hybrid = mesh.degrees["dp_replicate"] > 1
         self._gradient_ranks = mesh.gradient_ranks
-        self._hybrid = hybrid
         self._master_places: dict[nn.Parameter, Place] = {}
         self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
-        self._scalars = self._keep_some_whole(value_of, precision)
+        self._precision = precision
+        # FSDP cannot shard a parameter without dimensions or without elements: each rank keeps it whole, and averages
+        # the gradient that the first has.
+        self._scalars: list[nn.Parameter] = []
         options: dict[str, Any] = {
-            "mesh": mesh.hybrid_mesh if hybrid else mesh.shard_mesh,
+            "mesh": mesh.hybrid_mesh if self._hybrid else mesh.shard_mesh,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=compute_dtype(self._dtype, precision),
                 reduce_dtype=reduce_dtype if self._dtype == torch.float32 and mesh.gradient_ranks > 1 else self._dtype,
                 cast_forward_inputs=False,  # autocast casts where it is needed
             ),
-            "ignored_params": set(self._scalars),
+            "ignored_params": set(),
         }
+        if self._expert_mesh is not None:
+            over_fewer = shard_over(self._expert_mesh)
+            options["shard_placement_fn"] = lambda full: over_fewer if full in self._experts else None
         narrow = options["mp_policy"].param_dtype
         self._shards = storage.parameter_units(narrow if narrow != self._dtype else None)
         if self._shards.on_host:
             # Shards and their gradients go to the device when a unit is gathered. They are not pinned: pinned memory
             # for all of them would exceed any budget.
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        tied = _shared_between(model, units)
-        for unit in units:
-            if not any(parameter in tied for module in unit for parameter in module.parameters()):
-                self._fill(unit, value_of)
-                fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
-                self._note_unit(unit)
-        self._fill([model], value_of)
-        fully_shard(model, reshard_after_forward=False, **options)
-        self._note_unit([model])
+        self._shard_units(units, value_of, options)
         for own in self_training(model).values():
             if isinstance(own, FSDPModule) and isinstance(own, nn.Module):  # a unit of its own
                 for method in own.methods_with_parameters:
@@ -120,21 +126,44 @@ class FullyShardedModel(ShardedModel):
             if isinstance(master, DTensor):
                 self._reads.watch(master)
         self._written = WrittenShards(
-            {master: name for name, master in self._masters.items() if isinstance(master, DTensor)},
+            {master: name for name, master in self._masters.items()},
             mesh.gradient_group,
             torch.device(mesh.device_mesh.device_type),
+            {self._masters[name]: mesh.experts.gradient_group for name in self._masters if self._is_expert(name)},
         )
         self._gradients.written = self._reads.written = self._written
         self._calls = self._watch_units(mesh)
         if precision != "fp32":
             self._narrow_calls_from_outside(precision, torch.device(mesh.device_mesh.device_type))
         self._shards.watch_forwards(model)
-        if is_gloo(mesh.shard_group, torch.device(mesh.device_mesh.device_type)):
-            names = {module: name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-            for module, name in names.items():
-                module.set_custom_all_gather(_AllGather(name or type(model).__name__))
-                module.set_custom_reduce_scatter(_ReduceScatter(name or type(model).__name__))
+        self._choose_collectives(mesh)
         self._shards.check_room(mesh.world_group)
+
+    def _shard_units(
+        self, units: list[list[nn.Module]], value_of: Callable[[str], torch.Tensor], options: dict[str, Any]
+    ) -> None:
+        """Fills and shards the parameters of `units`, one after the other, and then all others."""
+        tied = _shared_between(self.model, units)
+        for unit in units:
+            parameters = [parameter for module in unit for parameter in module.parameters()]
+            # What some ranks have none of makes no unit, which all have to gather in one order.
+            if tied.isdisjoint(parameters) and not all(self._is_empty_somewhere(p) for p in parameters):
+                self._fill(unit, value_of)
+                options["ignored_params"].update(self._scalars)
+                fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=True, **options)
+                self._note_unit(unit)
+        self._fill([self.model], value_of)
+        options["ignored_params"].update(self._scalars)
+        fully_shard(self.model, reshard_after_forward=False, **options)
+        self._note_unit([self.model])
+
+    def _choose_collectives(self, mesh: Mesh) -> None:
+        """On Gloo, FSDP's messages are sent by collectives that are faster than its own."""
+        if is_gloo(mesh.shard_group, torch.device(mesh.device_mesh.device_type)):
+            names = {module: name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)}
+            for module, name in names.items():
+                shown = name or type(self.model).__name__
+                set_collectives(module, _AllGather(shown), _ReduceScatter(shown))
 
     def _watch_units(self, mesh: Mesh) -> UnitCalls:
         """Puts :class:`UnitCalls` between FSDP and its units."""
@@ -151,10 +180,10 @@ class FullyShardedModel(ShardedModel):
         calls = UnitCalls(model, group.size(), self._gradients.sum_over_ranks, gather_lists, values)
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                groups = watch_unit(module, calls)
-                calls.add(name or type(model).__name__, groups, is_root=module is model)
-                for each in groups:
-                    values.add(each)
+                unit = watch_unit(module, calls)
+                if unit is not None:
+                    calls.add(name or type(model).__name__, unit, is_root=module is model)
+                    values.add(unit)
         self._gradients.calls = calls
         self._reads.copies = values.fresh_copy
         initialize_root(model)
@@ -278,17 +307,43 @@ class FullyShardedModel(ShardedModel):
                 if parameter.is_meta:
                     value = value_of(self._names[parameter])
                     value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
+                    if value.dim() == 0 or value.numel() == 0:
+                        if value.numel() == 0:  # nothing converts it for a forward, and it has nothing to lose
+                            value = value.to(compute_dtype(value.dtype, self._precision))
+                        self._scalars.append(like(parameter, value.clone()))
+                        self._places.replace(parameter, self._scalars[-1])
+                        continue
                     filled = like(parameter, value.contiguous())
+                    if self._is_expert(self._names[parameter]):
+                        self._experts.add(filled)
                     self._places.replace(parameter, filled)
                     self._filled += [
                         (owner, key, filled) for owner, key in self._places.of(parameter) if has_references(owner, key)
                     ]
+
+    def _is_empty_somewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether some ranks have no element of a parameter, as of an expert in a list."""
+        split = self.split.of(self._names[parameter])
+        layout, shape = split.layout(self._names[parameter]), parameter.shape
+        return any(layout.local_shape(shape, rank, split.size).numel() == 0 for rank in range(split.size))
+
+    def _is_expert(self, name: str) -> bool:
+        """Whether the data ranks share the elements of a parameter, as the experts of a mixture."""
+        return self.split.of(name).of_data_ranks
+
+    def _divide_by_samples(self, gradients: torch.Tensor) -> None:
+        """Divides the average of experts' gradients over the ranks that hold them.
+
+        Each has the terms of the samples of all ranks that share the experts.
+        """
+        gradients.div_(self._gradient_ranks / self._ranks_per_expert)
 
     def _note_unit(self, unit: list[nn.Module]) -> None:
         """Notes the master weights of `unit`, which was just sharded, and moves their shards to where they are kept."""
         for owner, key, filled in self._filled:
             update_references(owner, key, filled, parameter_at(owner, key))
         self._filled.clear()
+        self._experts.clear()
         groups = [group for module in unit for group in parameter_groups(module)]
         known = {master for _, masters in self._unit_masters for master in masters}
         own: list[nn.Parameter] = []
@@ -297,23 +352,10 @@ class FullyShardedModel(ShardedModel):
             if not shards or not shards.keys().isdisjoint(known):
                 continue
             own += shards
+            if all(isinstance(master, DTensor) and master.device_mesh == self._expert_mesh for master in shards):
+                watch_reduced(group, self._divide_by_samples)
             self._master_places.update(self._shards.keep(group))
         self._unit_masters.append((unit, own))
-
-    def _keep_some_whole(self, value_of: Callable[[str], torch.Tensor], precision: str) -> list[nn.Parameter]:
-        """FSDP cannot shard a parameter without dimensions or without elements: each rank keeps it whole, and averages
-        the gradient that the first has."""
-        scalars = []
-        for meta, name in self._names.items():
-            if meta.dim() == 0 or meta.numel() == 0:
-                value = value_of(name)
-                dtype = master_dtype(value.dtype)
-                if meta.numel() == 0:  # nothing converts it for a forward, and it has nothing to lose
-                    dtype = compute_dtype(dtype, precision)
-                scalar = like(meta, value.to(dtype).clone())
-                self._places.replace(meta, scalar)
-                scalars.append(scalar)
-        return scalars
 
 
 def _shared_between(model: nn.Module, units: list[list[nn.Module]]) -> set[nn.Parameter]:

@@ -202,7 +202,7 @@ class ReplicatedModel(ShardedModel):
         templates = dict(self.model.named_parameters())
         places = ParameterPlaces(self.model)
         for name, value in values:
-            is_expert = self._expert_groups is not self._groups and self.split.num_shards(name) > 1
+            is_expert = self.split.of(name).of_data_ranks
             groups = self._expert_groups if is_expert else self._groups
             made[name] = ReplicatedParameter(name, value, templates[name], precision, groups, is_expert, storage)
             places.replace(templates[name], made[name].compute)

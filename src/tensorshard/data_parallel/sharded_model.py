@@ -31,6 +31,13 @@ class ParameterSplit(Protocol):
     def rank(self) -> int:
         """This rank's index among them."""
 
+    @property
+    def of_data_ranks(self) -> bool:
+        """Whether these ranks have different samples, as those that share experts have."""
+
+    def of(self, name: str) -> "ParameterSplit":
+        """The split that the parameter `name` belongs to: this one, or that of experts, which has other ranks."""
+
     def layout(self, name: str) -> Any:
         """How the parameter `name` is laid out over the ranks."""
 

@@ -112,17 +112,16 @@ class UnitCalls:
         self._differentiable = False  # the running backward's gradient will be differentiated
         self._kept = False  # all that is gathered stays so, for a second backward
 
-    def add(self, name: str, groups: list[Any], is_root: bool) -> None:
+    def add(self, name: str, unit: Any, is_root: bool) -> None:
         """Adds a unit, in the order of the model."""
-        for group in groups:
-            if group in self._names:
-                continue
-            self._names[group] = name
-            if is_root:
-                self._root.append(group)
-            else:
-                self._numbers[group] = len(self._units)
-                self._units.append(group)
+        if unit in self._names:
+            return
+        self._names[unit] = name
+        if is_root:
+            self._root.append(unit)
+        else:
+            self._numbers[unit] = len(self._units)
+            self._units.append(unit)
         self._order = AgreedOrder(len(self._units))
 
     @property
@@ -413,16 +412,16 @@ class UnitCalls:
     def may_release(self, unit: Any) -> bool:
         return not self._kept
 
-    def gathered(self, unit: Any) -> None:
-        self._values.gathered(unit)
+    def gathered(self, unit: Any, group: Any) -> None:
+        self._values.gathered(group)
         if unit in self._root:
-            for copy in gathered_parameters(unit):
+            for copy in gathered_parameters(group):
                 if copy.requires_grad and copy not in self._hooked:
                     self._hooked.add(copy)
                     copy.register_post_accumulate_grad_hook(_end_with(weakref.ref(self)))
 
-    def releasing(self, unit: Any) -> None:
-        self._values.releasing(unit)
+    def releasing(self, group: Any) -> None:
+        self._values.releasing(group)
 
 
 def _end_with(calls: weakref.ref[UnitCalls]) -> Callable[[torch.Tensor], None]:

@@ -25,13 +25,19 @@ from tensorshard.torch_private.dispatch import (
 )
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.fsdp import members, shard_version, sharded_parameter, unsharded_parameter
-from tensorshard.torch_private.fsdp_calls import gathered_parameters, is_unsharded, release_unit, shown_parameters
+from tensorshard.torch_private.fsdp_calls import (
+    gathered_parameters,
+    groups_of_unit,
+    is_unsharded,
+    release_unit,
+    shown_parameters,
+)
 from tensorshard.torch_private.modules import parameter_at, set_parameter
 from tensorshard.torch_private.tensors import tensor_version
 
 
 class UnitValues:
-    """The values of units; all methods get one of FSDP2's groups.
+    """The values of units. Methods get the first of a unit's groups, which stands for it, or any group of FSDP2's.
 
     Attributes:
         written: notes what user code writes to gathered parameters; None for nothing.
@@ -45,18 +51,19 @@ class UnitValues:
         self._given: dict[Any, list[tuple[nn.Module, str, torch.Tensor]]] = {}
         self._followed: dict[Any, list[tuple[nn.Module, str, Any]]] = {}  # as the first; also held in other places
 
-    def add(self, group: Any) -> None:
+    def add(self, unit: Any) -> None:
         """Adds a unit."""
-        self._places[group] = shown_parameters(group)
-        followed = [(module, name, p) for module, name, p in self._places[group] if has_references(module, name)]
-        if followed:
-            self._followed[group] = followed
-        self._groups.update({sharded_parameter(p): (group, p) for p in members(group)})
+        for group in groups_of_unit(unit):
+            self._places[group] = shown_parameters(group)
+            followed = [(module, name, p) for module, name, p in self._places[group] if has_references(module, name)]
+            if followed:
+                self._followed[group] = followed
+            self._groups.update({sharded_parameter(p): (group, p) for p in members(group)})
 
-    def before_gather(self, group: Any) -> None:
+    def before_gather(self, unit: Any) -> None:
         """Called before a forward gathers the unit, or finds it gathered."""
         given: list[tuple[nn.Module, str, torch.Tensor]] = []
-        for module, name, member in self._places[group]:
+        for module, name, member in self._places_of(unit):
             shown = parameter_at(module, name)
             own = (sharded_parameter(member), unsharded_parameter(member))
             if shown is not None and shown is not own[0] and shown is not own[1]:
@@ -67,20 +74,23 @@ class UnitValues:
                     )
                 given.append((module, name, shown))
         if given:
-            self._given[group] = given
+            self._given[unit] = given
         else:
-            self._given.pop(group, None)
-        if is_unsharded(group) and self._was_written(group):
-            release_unit(group)
+            self._given.pop(unit, None)
+        if is_unsharded(unit) and any(self._was_written(group) for group in groups_of_unit(unit)):
+            release_unit(unit)
 
-    def after_gather(self, group: Any) -> None:
+    def _places_of(self, unit: Any) -> list[tuple[nn.Module, str, Any]]:
+        return [place for group in groups_of_unit(unit) for place in self._places[group]]
+
+    def after_gather(self, unit: Any) -> None:
         """Called when the unit is gathered for a forward."""
-        self.show_copies(group)
-        self._show_given(group)
+        self.show_copies(unit)
+        self._show_given(unit)
 
-    def given(self, group: Any) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    def given(self, unit: Any) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """The tensors that user code has put in the place of parameters: module, name, tensor."""
-        return self._given.get(group, [])
+        return self._given.get(unit, [])
 
     def check_places(self) -> None:
         """Called before a backward, when ``torch.func.functional_call`` has put its own tensors away.
@@ -99,10 +109,16 @@ class UnitValues:
                     f"`with torch.no_grad(): parameter.copy_(value)`, or replace it before parallelize"
                 )
 
-    def show_copies(self, group: Any, given: Sequence[tuple[nn.Module, str, torch.Tensor]] = ()) -> None:
+    def show_copies(self, unit: Any, given: Sequence[tuple[nn.Module, str, torch.Tensor]] = ()) -> None:
         """Makes the modules compute with the gathered parameters, if there are any, and with `given` tensors."""
-        if not is_unsharded(group):
+        if not is_unsharded(unit):
             return
+        for group in groups_of_unit(unit):
+            self._show_copies_of(group)
+        for module, name, tensor in given:
+            set_parameter(module, name, tensor)
+
+    def _show_copies_of(self, group: Any) -> None:
         for module, name, member in self._places[group]:
             copy = unsharded_parameter(member)
             sharded: DTensor = sharded_parameter(member)
@@ -113,24 +129,23 @@ class UnitValues:
                     self._noted[group] = self._state(group)
         for module, name, member in self._followed.get(group, ()):
             update_references(module, name, sharded_parameter(member), unsharded_parameter(member))
-        for module, name, tensor in given:
-            set_parameter(module, name, tensor)
 
-    def show_shards(self, group: Any) -> None:
+    def show_shards(self, unit: Any) -> None:
         """Makes the modules show the sharded parameters, which the optimizer has, after a forward that keeps copies."""
-        if is_unsharded(group):
-            for module, name, member in self._places[group]:
+        if is_unsharded(unit):
+            for module, name, member in self._places_of(unit):
                 if parameter_at(module, name) is unsharded_parameter(member):
                     set_parameter(module, name, sharded_parameter(member))
-            self._follow_shards(group)
-        self._show_given(group)
+            for group in groups_of_unit(unit):
+                self._follow_shards(group)
+        self._show_given(unit)
 
     def _follow_shards(self, group: Any) -> None:
         for module, name, member in self._followed.get(group, ()):
             update_references(module, name, unsharded_parameter(member), sharded_parameter(member))
 
-    def _show_given(self, group: Any) -> None:
-        for module, name, tensor in self.given(group):
+    def _show_given(self, unit: Any) -> None:
+        for module, name, tensor in self.given(unit):
             set_parameter(module, name, tensor)
 
     def fresh_copy(self, parameter: Any) -> torch.Tensor | None:
@@ -142,7 +157,7 @@ class UnitValues:
         return copy if copy is not None and copy.requires_grad == parameter.requires_grad else None
 
     def gathered(self, group: Any) -> None:
-        """Called when the unit has been gathered."""
+        """Called when a group has been gathered."""
         if not world().is_simulated:
             for copy in gathered_parameters(group):
                 note_data(copy)  # type: ignore[arg-type]

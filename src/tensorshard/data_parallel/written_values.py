@@ -52,10 +52,18 @@ class WrittenShards:
 
     Args:
         names: of the parameters.
+        group: the data ranks.
+        holders: the ranks that hold a parameter, by parameter, where these are not all data ranks.
     """
 
-    def __init__(self, names: Mapping[Any, str], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._names = dict(names)
+    def __init__(
+        self,
+        names: Mapping[Any, str],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        holders: Mapping[Any, dist.ProcessGroup],
+    ) -> None:
+        self._names, self._holders = dict(names), dict(holders)
         self._group, self._device = group, device
         self._prints: dict[Any, torch.Tensor] = {}
         self.compares = group.size() > 1
@@ -87,4 +95,7 @@ class WrittenShards:
         written = gather_flags([p in prints for p in parameters], self._group, self._device)
         members = [p for p, flag in zip(parameters, written, strict=True) if flag]
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
-        compare_fingerprints([self._names[p] for p in members], [prints.get(p, nothing) for p in members], self._group)
+        for group in {id(group): group for group in (self._group, *self._holders.values())}.values():
+            own = [p for p in members if self._holders.get(p, self._group) is group]
+            if own:
+                compare_fingerprints([self._names[p] for p in own], [prints.get(p, nothing) for p in own], group)

@@ -1,13 +1,13 @@
-"""How a module of stacked experts is called, and how it computes some of the experts, for the tokens that chose them.
+"""Stacked experts that are given the choice of each token, and compute the tokens of all ranks that chose them.
 
-Its parameters are [experts, ...]. It gets tokens [tokens, features], the experts that each token has chosen, [tokens,
+The module gets tokens [tokens, features], the experts that each token has chosen, [tokens,
 choices], and a weight of each choice; it returns, for each token, the weighted sum of what its experts make of it. So
 every choice can be computed by itself, where its expert is, as that of a token with a single choice.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,17 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.expert_parallel.exchange import exchange_counts, exchange_rows
+from tensorshard.expert_parallel.stacked_experts import TOKENS, StackedExperts
 from tensorshard.model.forwards import Forward, Role, own_forward, wrap_forward
 
 
 @dataclass(frozen=True)
-class RoutedCall:
-    """How the experts of a module are called. :func:`tensorshard.expert_parallel.search.find_call` finds it.
+class RoutedCall(StackedExperts):
+    """Stacked experts that are given the experts that each token has chosen.
 
     Args:
         tokens, choices, weights: the names of these arguments of its forward.
         counts: the module's attributes that are the number of experts.
         experts: how many there are.
+        order: the names as positions of a call; () to call by names.
     """
 
     tokens: str
@@ -35,6 +37,55 @@ class RoutedCall:
     weights: str
     counts: tuple[str, ...]
     experts: int
+    order: tuple[str, ...] = ()
+
+    @classmethod
+    def proposals(cls, module: nn.Module, experts: int) -> Iterator["RoutedCall"]:
+        parameters = inspect.signature(own_forward(module)).parameters.values()
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        required = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
+        optional = [p.name for p in parameters if p.kind in by_name and p.default is None]
+        equal = [key for key, value in vars(module).items() if type(value) is int and value == experts]
+        subsets = [tuple(s) for n in range(len(equal), -1, -1) for s in itertools.combinations(equal, n)]
+        subsets.sort(key=lambda subset: any("expert" not in key for key in subset))
+        for given in itertools.combinations(optional, 3 - len(required)) if len(required) <= 3 else ():
+            for counts in subsets:
+                for tokens, choices, weights in itertools.permutations((*required, *given)):
+                    # transformers runs other functions in a forward's place, whose arguments have other names.
+                    leading = tuple(p.name for p in list(parameters)[:3] if p.kind is p.POSITIONAL_OR_KEYWORD)
+                    order = leading if set(leading) == {tokens, choices, weights} else ()
+                    yield cls(tokens, choices, weights, counts, experts, order)
+
+    def samples(self, width: int, ranks: int, random: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+        for choices in _routings(self.experts, ranks, random):
+            tokens = torch.randn(TOKENS, width, generator=random).requires_grad_()
+            weights = torch.rand(choices.shape, generator=random).requires_grad_()
+            yield {self.tokens: tokens, self.choices: choices, self.weights: weights}
+
+    def on_ranks(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, torch.Tensor],
+        ranks: int,
+        forward_of: Callable[[int], Callable[..., torch.Tensor]],
+    ) -> torch.Tensor:
+        tokens, choices, weights = (arguments[name] for name in (self.tokens, self.choices, self.weights))
+        routes = Routes(choices, self.experts // ranks, ranks)
+        sent = (tokens[routes.tokens], routes.experts, routes.arrange(weights))
+        with self.local(module, ranks):
+            results = [
+                compute_rows(forward_of(rank), self, *rows)
+                for rank, rows in enumerate(zip(*(t.split(routes.counts.tolist()) for t in sent), strict=True))
+            ]
+        return routes.add_up(torch.cat(results))
+
+    def run(self, forward: Callable[..., torch.Tensor], arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self.order:
+            return forward(*(arguments[name] for name in self.order))
+        return forward(**arguments)
+
+    def split(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        wrap_forward(module, Role.ROUTED_EXPERTS, partial(_compute, module, self, group))
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Tokens, choices and weights among the arguments of a call.
@@ -53,17 +104,6 @@ class RoutedCall:
                 f"{self.tokens} [tokens, features], {self.choices} and {self.weights} [tokens, choices] alone; set ep=1"
             )
         return found  # type: ignore[return-value]
-
-    @contextmanager
-    def local(self, module: nn.Module, ranks: int) -> Iterator[None]:
-        """Within this, the module says that it has as many experts as one of `ranks` has."""
-        for name in self.counts:
-            setattr(module, name, self.experts // ranks)
-        try:
-            yield
-        finally:
-            for name in self.counts:
-                setattr(module, name, self.experts)
 
 
 class Routes:
@@ -111,12 +151,17 @@ def compute_rows(
     n = len(tokens)
     if not n:  # one token of zeros that counts nothing: parameters get gradients on every rank
         tokens, experts, weights = (torch.cat([t, t.new_zeros(1, *t.shape[1:])]) for t in (tokens, experts, weights))
-    return forward(**{call.tokens: tokens, call.choices: experts, call.weights: weights})[:n]
+    return call.run(forward, {call.tokens: tokens, call.choices: experts, call.weights: weights})[:n]
 
 
-def split_experts(module: nn.Module, call: RoutedCall, group: dist.ProcessGroup) -> None:
-    """Makes `module` compute this rank's experts, for the tokens of all ranks of `group` that chose them."""
-    wrap_forward(module, Role.ROUTED_EXPERTS, partial(_compute, module, call, group))
+def _routings(experts: int, ranks: int, random: torch.Generator) -> Iterator[torch.Tensor]:
+    """Choices of experts, [tokens, choices]."""
+    each = experts // ranks
+    scores = torch.rand(TOKENS, experts, generator=random)
+    scores[:, -1] = -1.0  # nobody chooses the last one
+    yield scores.topk(min(2, experts - 1)).indices
+    yield torch.rand(TOKENS, each, generator=random).topk(min(2, each)).indices  # the others' experts get no tokens
+    yield torch.full((TOKENS, 1), experts - 1)  # all tokens on one
 
 
 def _compute(

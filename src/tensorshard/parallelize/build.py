@@ -189,14 +189,14 @@ def shard_model(
     model = source.module
     decisions = Decisions() if decisions is None else decisions
     by_hand = split_by_hand(model) if mesh.degrees["tp"] > 1 else {}
-    if mesh.degrees["tp"] > 1 and decisions.table is None and not by_hand:
-        from tensorshard.parallelize.split_tensors import choose_table
-
-        decisions.table = choose_table(source, plan, mesh, sample_inputs)
     if plan.ep > 1 and decisions.experts is None:
         from tensorshard.parallelize.split_experts import choose_experts
 
         decisions.experts = choose_experts(model, mesh, plan.ep)
+    if mesh.degrees["tp"] > 1 and decisions.table is None and not by_hand:
+        from tensorshard.parallelize.split_tensors import choose_table
+
+        decisions.table = choose_table(source, plan, mesh, sample_inputs, experts=decisions.experts or ())
     context = PassContext(
         plan,
         mesh,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from tensorshard.expert_parallel.routed_experts import RoutedCall
+    from tensorshard.expert_parallel.search import SplitExperts
     from tensorshard.model.trains_itself import OwnRule
     from tensorshard.pipeline.run.cut_cache import CutCache
     from tensorshard.pipeline.trace.call_graph import CallGraph
@@ -47,7 +47,7 @@ class Decisions:
     """
 
     table: "VerifiedTable | None" = None
-    experts: "dict[str, RoutedCall] | None" = None
+    experts: "dict[str, SplitExperts] | None" = None
     recorded: "tuple[Recording, list[OwnRule]] | None" = None
     shapes: "CutCache | None" = None
     traced: dict[Any, Traced] | None = None

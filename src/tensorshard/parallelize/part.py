@@ -17,7 +17,7 @@ from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
 if TYPE_CHECKING:  # plans without tensor parallelism do without the import
-    from tensorshard.expert_parallel.routed_experts import RoutedCall
+    from tensorshard.expert_parallel.search import SplitExperts
     from tensorshard.tensor_parallel.table.table import VerifiedTable
 
 
@@ -41,7 +41,7 @@ class PassContext:
     device: torch.device
     table: "VerifiedTable | None" = None
     by_hand: Mapping[str, ParallelMark] = field(default_factory=dict)
-    experts: "Mapping[str, RoutedCall]" = field(default_factory=dict)
+    experts: "Mapping[str, SplitExperts]" = field(default_factory=dict)
     storage: Storage = field(default_factory=DeviceStorage)
     parameters: int | None = None
     order: PositionOrder = field(default_factory=PositionOrder)

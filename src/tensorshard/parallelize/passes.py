@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -60,7 +61,8 @@ def expert_parallel(part: Part, context: PassContext) -> None:
     if context.experts:
         from tensorshard.parallelize.split_experts import split_all_experts
 
-        part.split = split_all_experts(part.module, context.experts, context.mesh.experts.group("tp"))
+        experts = split_all_experts(part.module, part.full_model, context.experts, context.mesh.expert_group)
+        part.split = replace(part.split, experts=experts)
 
 
 def context_parallel(part: Part, context: PassContext) -> None:
@@ -155,7 +157,7 @@ def data_parallel(part: Part, context: PassContext) -> None:
 def full_parameters(part: Part, context: PassContext) -> None:
     """Split parameters look full to code that is not the model's."""
     assert part.sharded is not None
-    if part.split.size > 1:
+    if part.split.splits:
         from tensorshard.tensor_parallel.apply.user_views import UserViews
 
         part.sharded.whole_views.append(UserViews(part.module, part.split, part.sharded.full_shapes()))

@@ -2,28 +2,27 @@
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.expert_parallel.routed_experts import RoutedCall, split_experts
-from tensorshard.expert_parallel.search import find_routed_experts
+from tensorshard.expert_parallel.search import SplitExperts, find_routed_experts
 from tensorshard.plan.mesh import Mesh
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.table.layouts import Layout
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
-from tensorshard.torch_private.modules import own_parameters
 from tensorshard.torch_private.process_groups import alone_in_the_world
 
 
-def choose_experts(model: nn.Module, mesh: Mesh, ranks: int) -> dict[str, RoutedCall]:
+def choose_experts(model: nn.Module, mesh: Mesh, ranks: int) -> dict[str, SplitExperts]:
     """The modules of `model` whose experts are split over `ranks`. The first rank finds them. A collective.
 
     Raises:
         ValueError: there are none, or they cannot be split.
     """
 
-    def choose() -> dict[str, RoutedCall]:
+    def choose() -> dict[str, SplitExperts]:
         with alone_in_the_world():
             return find_routed_experts(model, ranks)
 
@@ -34,28 +33,32 @@ def choose_experts(model: nn.Module, mesh: Mesh, ranks: int) -> dict[str, Routed
 class ExpertTable:
     """Which experts are split, for people."""
 
-    def __init__(self, experts: Mapping[str, RoutedCall], ranks: int) -> None:
+    def __init__(self, experts: Mapping[str, SplitExperts], ranks: int) -> None:
         self._experts, self._ranks = experts, ranks
 
     def describe(self) -> str:
         """A line for each module."""
-        lines = [
-            f"{name}: {call.experts} experts, {call.experts // self._ranks} on each of {self._ranks} ranks"
-            for name, call in self._experts.items()
-        ]
+        lines = [f"{name}: {call.describe(self._ranks)}" for name, call in self._experts.items()]
         return "\n".join(lines)
 
 
-def split_all_experts(model: nn.Module, experts: Mapping[str, RoutedCall], group: dist.ProcessGroup) -> TensorSplit:
-    """Makes the modules that `experts` names compute this rank's part; says how their parameters are split."""
-    layouts = {}
+def split_all_experts(
+    model: nn.Module, full_model: nn.Module, experts: Mapping[str, SplitExperts], group: dist.ProcessGroup
+) -> TensorSplit:
+    """Makes the modules that `experts` names compute this rank's part; says how their parameters are split.
+
+    Args:
+        model: the one to change: `full_model`, or a stage of it, which has some of these modules.
+    """
+    here = dict(model.named_modules())
+    layouts: dict[torch.Tensor, Layout] = {}
     for name, call in experts.items():
-        module = model.get_submodule(name)
-        split_experts(module, call, group)
-        layouts.update({p: Layout(0, (call.experts,)) for p in own_parameters(module).values()})
+        if name in here:
+            call.split(here[name], group)
+        layouts.update(call.layouts(full_model.get_submodule(name)))
     named = {
         name: layouts[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in full_model.named_parameters(remove_duplicate=False)
         if parameter in layouts
     }
     return TensorSplit(named, group, ExpertTable(experts, group.size()), of_data_ranks=True)

@@ -1,7 +1,8 @@
 """Tensor parallelism of a model or of a pipeline's stage: the table is chosen, and applied."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,35 +30,56 @@ from tensorshard.torch_private.process_groups import alone_in_the_world
 from tensorshard.weights.initial import TensorSource
 
 
-def choose_table(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None) -> VerifiedTable:
+def choose_table(
+    source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None, *, experts: Iterable[str] = ()
+) -> VerifiedTable:
     """The table for the source's model under `plan`, searched for or checked by running it.
 
     The first rank does that, and broadcasts the table. A collective of the mesh.
 
     Args:
         inputs: samples to run the model on; None to guess them.
+        experts: names of the modules that expert parallelism splits. Their parameters are in no table.
 
     Raises:
         ValueError: the plan's table is wrong for this model, or the search does not succeed.
     """
 
+    def search(table: Mapping[str, str] | None) -> VerifiedTable:
+        return choose_tensor_table(
+            source.module,
+            mesh.degrees["tp"],
+            table,
+            inputs=inputs,
+            check=plan.tp_check,
+            sequence_parallel=plan.sequence_parallel,
+        )
+
     def choose() -> VerifiedTable:
         # Memoized functions may have asked for the size of the world.
         with source.real_buffers(), restored_globals(source.module), alone_in_the_world():
-            table = choose_tensor_table(
-                source.module,
-                mesh.degrees["tp"],
-                plan.tp_plan,
-                inputs=inputs,
-                check=plan.tp_check,
-                sequence_parallel=plan.sequence_parallel,
-            )
+            table = search(plan.tp_plan)
+            inside = _entries_inside(table, source.module, experts)
+            if inside and plan.tp_plan is not None:
+                raise ValueError(
+                    f"tp_plan names {', '.join(inside)}, which are experts, and ep={plan.ep} splits them: leave them "
+                    f"out of tp_plan, or set ep=1"
+                )
+            if inside:
+                table = search({name: style for name, style in table.plan.to_dict().items() if name not in inside})
         # The search leaves reference cycles, whose memory would otherwise be in use for many steps.
         gc.collect()
         return table
 
     with unset_fake_temporarily():  # the check computes numbers, on small tensors of its own
         return decide_once(choose, mesh.world_group)
+
+
+def _entries_inside(table: VerifiedTable, model: nn.Module, modules: Iterable[str]) -> list[str]:
+    """The entries of a table that name one of `modules`, or what is inside of them."""
+    names = [name for name in dict(model.named_parameters()) if is_inside(name, modules)]
+    names += [name for name in dict(model.named_modules()) if is_inside(name, modules)]
+    return [pattern for pattern in table.plan.entries if any(fnmatchcase(name, pattern) for name in names)]
 
 
 def split_tensors(part: Part, table: VerifiedTable, context: PassContext) -> TensorSplit:

@@ -108,14 +108,8 @@ def check_experts(plan: Mapping[str, Any]) -> None:
             f"ep={ep} was given, and experts are split over the ranks of dp_shard, of which there are {dp_shard}; ep "
             f"can be {', '.join(divisors)}"
         )
-    for field, least in (("tp", 1), ("pp", 1), ("cp", 1), ("compile", False), ("offload", None)):
-        if plan[field] != least:
-            raise ValueError(
-                f"ep={ep} was given with {field}={plan[field]!r}, which do not go together yet; set {field}={least} "
-                f"(dp_shard, dp_replicate and zero 0 to 2 go with ep), or ep=1"
-            )
-    if plan["zero"] == 3:
+    if plan["cp"] > 1:
         raise ValueError(
-            f"ep={ep} was given with zero=3, which do not go together yet; set zero=0, 1 or 2, under which each rank "
-            f"holds 1/{ep} of the experts, or ep=1"
+            f"ep={ep} was given with cp={plan['cp']}, which do not go together yet; set cp=1 (dp_shard, dp_replicate, "
+            f"pp, tp and zero go with ep), or ep=1"
         )

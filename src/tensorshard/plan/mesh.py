@@ -124,13 +124,22 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups of this rank: the world's first, then those of the axes, then those of experts."""
         groups = [self.world_group, *(self.group(axis) for axis in self._axes)]
-        return groups if self.experts is self else [*groups, *self.experts.groups()[1:]]
+        return [*groups, *(self.experts.group(axis) for axis in self._axes_of_experts())]
 
     def group_names(self) -> list[str]:
         """What :meth:`groups` are called, in the same order."""
         names = ["world", *self._axes]
-        of_experts = {"tp": "ep", "dp_shard": "dp_shard of experts", "dp_replicate": "dp_replicate of experts"}
-        return names if self.experts is self else [*names, *(of_experts[axis] for axis in self.experts._axes)]
+        of_experts = {"cp": "ep", "dp_shard": "dp_shard of experts", "dp_replicate": "dp_replicate of experts"}
+        return [*names, *(of_experts[axis] for axis in self._axes_of_experts())]
+
+    def _axes_of_experts(self) -> list[str]:
+        """The axes of :attr:`experts` along which groups of it send."""
+        return [] if self.experts is self else [axis for axis in self.experts._axes if axis not in ("pp", "tp")]
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """The group of the ranks that share the experts of each mixture."""
+        return self.experts.group("cp")
 
     def along(self, *axes: str) -> DeviceMesh:
         """The part of the device mesh that has only `axes`."""
@@ -196,15 +205,13 @@ class Mesh:
     def experts(self) -> "Mesh":
         """The mesh as the parameters of experts see it; this mesh itself without expert parallelism.
 
-        ``dp_shard`` has the ranks that hold the same experts. The ranks of ``ep`` hold different ones, as the ranks of
-        ``tp`` hold different parts of a layer, and are neighbours as these are: they are this mesh's ``tp``. The first
-        call makes the groups: a collective of the mesh.
+        The first call makes the groups: a collective of the mesh.
         """
         plan = self._plan
         if plan.ep == 1:
             return self
-        seen = replace(plan, dp_shard=plan.dp_shard // plan.ep, tp=plan.ep, ep=1)
-        made = Mesh(seen, self.device_mesh.device_type, self._group, timeout=self._timeout)
+        seen = replace(plan, dp_shard=plan.dp_shard // plan.ep, cp=plan.ep, ep=1, compile=False, logits=Plan().logits)
+        made = _ExpertMesh(seen, self.device_mesh.device_type, self._group, timeout=self._timeout)
         self._made += [group for group in made._made if group not in self._made]
         made._made = self._made  # groups that are made later get their timeouts with all others
         return made
@@ -251,8 +258,8 @@ class Mesh:
         if self.degrees["pp"] > 1:
             lines += self._describe_stages()
         if self._plan.ep > 1:
-            ranks = [r for r in range(self.world_size) if r // self._plan.ep == self.rank // self._plan.ep]
-            lines.append(f"experts are split over {self._plan.ep} ranks of dp_shard: {self._numbers(ranks)}")
+            ranks = self._numbers(group_ranks(self.rank, "cp", self.experts.degrees))
+            lines.append(f"experts are split over {self._plan.ep} ranks of dp_shard: {ranks}")
         for axis in AXES:
             if self.degrees[axis] > 1:
                 lines.append(f"all groups along {axis}: {self._all_groups(axis)}")
@@ -279,6 +286,38 @@ class Mesh:
 
     def _numbers(self, ranks: list[int]) -> str:
         return _ranges([self._members[rank] for rank in ranks])
+
+
+class _ExpertMesh(Mesh):
+    """A mesh in which ``dp_shard`` has the ranks that hold the same experts.
+
+    The ranks that share experts are its ``cp``, which lies between ``dp_shard`` and ``tp``. They have different
+    samples, and hold different parameters.
+    """
+
+    @property
+    def shard_size(self) -> int:
+        return self.degrees["dp_shard"]
+
+    @cached_property
+    def shard_group(self) -> dist.ProcessGroup:
+        return self.group("dp_shard")
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        return self.along("dp_shard")
+
+    @cached_property
+    def hybrid_mesh(self) -> DeviceMesh:
+        return self.along("dp_replicate", "dp_shard")
+
+    @property
+    def gradient_ranks(self) -> int:
+        return self.dp_size
+
+    @cached_property
+    def gradient_group(self) -> dist.ProcessGroup:
+        return self.dp_group
 
 
 def _device_mesh(

@@ -1,7 +1,6 @@
 """FSDP2's collectives, and its state.
 
-`AllGather`, `ReduceScatter`: the base classes of the arguments of ``FSDPModule.set_custom_all_gather`` and
-``set_custom_reduce_scatter``, which are public.
+`AllGather`, `ReduceScatter`: the base classes of what :func:`set_collectives` is given.
 
 Why: on Gloo, all-gathers and reduce-scatters built from sends and receives are several times as fast.
 
@@ -17,11 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+    TrainingState,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 __all__ = [
@@ -40,10 +45,13 @@ __all__ = [
     "refresh_dtypes",
     "replace_shards",
     "reset_iteration",
+    "set_collectives",
+    "shard_over",
     "shard_version",
     "sharded_parameter",
     "surround_reduction",
     "unsharded_parameter",
+    "watch_reduced",
 ]
 
 
@@ -72,6 +80,49 @@ def parameter_groups(model: nn.Module) -> list[Any]:
         if isinstance(module, FSDPModule):
             groups.update((id(group), group) for group in _groups_of(module._get_fsdp_state()))
     return list(groups.values())
+
+
+def set_collectives(module: FSDPModule, gather: AllGather, reduce: ReduceScatter) -> None:
+    """Makes the groups of parameters of a `module` send by `gather` and `reduce`.
+
+    Why: see the top of this file.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``, for modules with one group.
+    """
+    for group in _groups_of(module._get_fsdp_state()):
+        group._all_gather_comm, group._reduce_scatter_comm = gather, reduce
+
+
+def shard_over(mesh: DeviceMesh) -> Any:
+    """What ``shard_placement_fn`` returns for a parameter that is sharded over `mesh`, and not over that of its unit.
+
+    Why: experts are sharded over fewer ranks than other parameters.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none; ``fully_shard`` documents the class, which has no public name.
+
+    Args:
+        mesh: of one dimension, or of two: replicas first.
+    """
+    if mesh.ndim == 1:
+        return ShardPlacementResult(placement=None, mesh_info=FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    return ShardPlacementResult(placement=None, mesh_info=HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0))
+
+
+def watch_reduced(group: Any, change: Callable[[torch.Tensor], object]) -> None:
+    """Calls `change` with the reduced gradients of a group, a flat tensor that it may change in place.
+
+    Why: the sum of experts' gradients is divided by another number than that of the ranks that it is reduced over.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``FSDPModule.set_all_reduce_hook``, for all groups of a module together; ``set_gradient_divide_factor``
+    divides twice where one rank has the whole parameter and gradients are in fp16 or fp64.
+    """
+    group._all_reduce_hook = change
 
 
 def members(group: Any) -> list[Any]:

@@ -25,6 +25,7 @@ __all__ = [
     "gather_only",
     "gather_unit",
     "gathered_parameters",
+    "groups_of_unit",
     "initialize_root",
     "is_gathered",
     "is_in_forward",
@@ -38,6 +39,7 @@ __all__ = [
 
 
 _BEGUN = "_tensorshard_begun"  # on FSDP2's state: the number of autograd's next node when a forward began
+_COMPANIONS = "_tensorshard_companions"  # on a unit's first group: its other groups
 
 
 class UnitWatcher(Protocol):
@@ -66,9 +68,9 @@ class UnitWatcher(Protocol):
 
     def may_release(self, unit: Any) -> bool: ...
 
-    def gathered(self, unit: Any) -> None: ...
+    def gathered(self, unit: Any, group: Any) -> None: ...
 
-    def releasing(self, unit: Any) -> None: ...
+    def releasing(self, group: Any) -> None: ...
 
 
 class _Call:
@@ -81,8 +83,11 @@ class _Call:
         self._watcher.after_backward(self._group, self._call)
 
 
-def watch_unit(module: Any, watcher: UnitWatcher) -> list[Any]:
-    """Makes `watcher` stand between FSDP2 and the groups of parameters of a `module`, which are returned.
+def watch_unit(module: Any, watcher: UnitWatcher) -> Any:
+    """Makes `watcher` stand between FSDP2 and the parameters of a `module`.
+
+    A module whose parameters are sharded over several meshes has several groups of them. Its first group, which is
+    returned, stands for the unit; None if there is none. All groups are gathered and reduced together, in one order.
 
     Why: FSDP2 gathers and reduces what this rank calls; other ranks may call other units.
 
@@ -94,6 +99,10 @@ def watch_unit(module: Any, watcher: UnitWatcher) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = list(getattr(state, "_fsdp_param_groups", None) or [g for g in [state._fsdp_param_group] if g is not None])
     first = groups[0] if groups else None
+    if hasattr(first, _COMPANIONS):  # another module of the same unit was watched before
+        return first
+    if first is not None:
+        setattr(first, _COMPANIONS, groups[1:])
     register, finish, before = (
         state._register_pre_backward_hook,
         state._root_post_backward_final_callback,
@@ -117,19 +126,56 @@ def watch_unit(module: Any, watcher: UnitWatcher) -> list[Any]:
     state._register_pre_backward_hook = register_outputs
     state._root_post_backward_final_callback = lambda: watcher.backward_is_over(finish)
     for group in groups:
-        _watch_group(group, watcher)
-    return groups
+        _watch_group(group, first, watcher)
+    if first is not None:
+        _watch_calls(first, watcher)
+    return first
 
 
-def _watch_group(group: Any, watcher: UnitWatcher) -> None:
-    pre_forward, post_forward, reshard = group.pre_forward, group.post_forward, group.reshard
-    to_sharded, to_unsharded = group._to_sharded, group._to_unsharded
-    group._backward_prefetch = lambda: None  # the watcher prefetches, in an order that all ranks know
+def groups_of_unit(unit: Any) -> list[Any]:
+    """All groups of parameters of a unit, the one that stands for it first.
+
+    Why: parameters of experts are sharded over another mesh than the others of their module.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return [unit, *getattr(unit, _COMPANIONS, ())]
+
+
+def _watch_calls(unit: Any, watcher: UnitWatcher) -> None:
+    groups = groups_of_unit(unit)
+    before = [group.pre_forward for group in groups]
+    after = [group.post_forward for group in groups]
 
     def register_inputs(args: Any, kwargs: Any) -> Any:
-        call = watcher.inputs(group)
-        vars(group.modules[0]._get_fsdp_state())[_BEGUN] = torch._C._autograd._get_sequence_nr()
-        return FSDPParamGroup._register_post_backward_hook(_Call(watcher, group, call), args, kwargs)  # type: ignore[arg-type]
+        call = watcher.inputs(unit)
+        vars(unit.modules[0]._get_fsdp_state())[_BEGUN] = torch._C._autograd._get_sequence_nr()
+        return FSDPParamGroup._register_post_backward_hook(_Call(watcher, unit, call), args, kwargs)  # type: ignore[arg-type]
+
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        for each in before:
+            args, kwargs = each(module, args, kwargs)
+        return args, kwargs
+
+    def post_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
+        for each in after:
+            output = each(module, inputs, output)
+        return output
+
+    for group in groups:  # all of them act when the first is called
+        group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+        group.pre_forward = lambda module, args, kwargs: (args, kwargs)
+        group.post_forward = lambda module, inputs, output: output
+    unit._register_post_backward_hook = register_inputs
+    unit.pre_forward = lambda *args: watcher.before_forward(unit, pre_forward, *args)
+    unit.post_forward = lambda *args: watcher.after_forward(unit, post_forward, *args)
+
+
+def _watch_group(group: Any, unit: Any, watcher: UnitWatcher) -> None:
+    reshard, to_sharded, to_unsharded = group.reshard, group._to_sharded, group._to_unsharded
+    group._backward_prefetch = lambda: None  # the watcher prefetches, in an order that all ranks know
 
     def shard() -> None:
         if not group.is_sharded:
@@ -140,12 +186,9 @@ def _watch_group(group: Any, watcher: UnitWatcher) -> None:
         was = group.is_unsharded
         to_unsharded()
         if not was:
-            watcher.gathered(group)
+            watcher.gathered(unit, group)
 
-    group._register_post_backward_hook = register_inputs
-    group.pre_forward = lambda *args: watcher.before_forward(group, pre_forward, *args)
-    group.post_forward = lambda *args: watcher.after_forward(group, post_forward, *args)
-    group.reshard = lambda: reshard() if watcher.may_release(group) else None
+    group.reshard = lambda: reshard() if watcher.may_release(unit) else None
     group._to_sharded, group._to_unsharded = shard, unshard
 
 
@@ -186,16 +229,16 @@ def gathered_parameters(group: Any) -> list[torch.Tensor]:
     return [fsdp_param._unsharded_param for fsdp_param in group.fsdp_params]
 
 
-def is_gathered(group: Any) -> bool:
-    """Whether a group is gathered, or its gather has begun.
+def is_gathered(unit: Any) -> bool:
+    """Whether a unit is gathered, or its gather has begun.
 
-    Why: a group that is gathered needs no collective for another call.
+    Why: a unit that is gathered needs no collective for another call.
 
     Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
-    return bool(group.is_unsharded or group._all_gather_result is not None)
+    return bool(unit.is_unsharded or unit._all_gather_result is not None)
 
 
 def is_unsharded(group: Any) -> bool:
@@ -210,8 +253,8 @@ def is_unsharded(group: Any) -> bool:
     return bool(group.is_unsharded)
 
 
-def gather_unit(group: Any) -> None:
-    """Gathers a group for backward, or waits for what :func:`prefetch_unit` began.
+def gather_unit(unit: Any) -> None:
+    """Gathers a unit for backward, or waits for what :func:`prefetch_unit` began.
 
     Why: a rank takes part in the gathers of units that it did not call.
 
@@ -219,13 +262,14 @@ def gather_unit(group: Any) -> None:
 
     Public way: ``FSDPModule.unshard``, which gathers for forwards, and knows no offloaded shards.
     """
-    with group.use_training_state(TrainingState.PRE_BACKWARD):
-        group.unshard(group.unshard_async_op)
-        group.wait_for_unshard()
+    for group in groups_of_unit(unit):
+        with group.use_training_state(TrainingState.PRE_BACKWARD):
+            group.unshard(group.unshard_async_op)
+            group.wait_for_unshard()
 
 
-def gather_only(group: Any) -> None:
-    """Takes part in the gather of a group for a forward that this rank does not run.
+def gather_only(unit: Any) -> None:
+    """Takes part in the gather of a unit for a forward that this rank does not run.
 
     Why: as for :func:`gather_unit`.
 
@@ -233,13 +277,14 @@ def gather_only(group: Any) -> None:
 
     Public way: ``FSDPModule.unshard``, for all groups of a module together.
     """
-    with group.use_training_state(TrainingState.FORWARD):
-        group.unshard(group.unshard_async_op)
-        group.wait_for_unshard()
+    for group in groups_of_unit(unit):
+        with group.use_training_state(TrainingState.FORWARD):
+            group.unshard(group.unshard_async_op)
+            group.wait_for_unshard()
 
 
-def prefetch_unit(group: Any) -> None:
-    """Begins to gather a group for its backward.
+def prefetch_unit(unit: Any) -> None:
+    """Begins to gather a unit for its backward.
 
     Why: the next unit of the common order may be one that this rank did not call.
 
@@ -247,11 +292,12 @@ def prefetch_unit(group: Any) -> None:
 
     Public way: ``FSDPModule.set_modules_to_backward_prefetch``, which fixes the order once.
     """
-    FSDPParamGroup._prefetch_unshard(group, "backward")
+    for group in groups_of_unit(unit):
+        FSDPParamGroup._prefetch_unshard(group, "backward")
 
 
-def reduce_unit(group: Any) -> None:
-    """Reduces the gradients that a group has so far, and releases its parameters.
+def reduce_unit(unit: Any) -> None:
+    """Reduces the gradients that a unit has so far, and releases its parameters.
 
     Its module may be called again in this backward, as reentrant checkpointing does, and FSDP2 would take that for a
     part of the backward that is over.
@@ -262,12 +308,13 @@ def reduce_unit(group: Any) -> None:
 
     Public way: none.
     """
-    group.post_backward()
-    group.modules[0]._get_fsdp_state()._training_state = TrainingState.IDLE
+    for group in reversed(groups_of_unit(unit)):  # in the order of autograd, for which FSDP2 keeps fewest buffers
+        group.post_backward()
+    unit.modules[0]._get_fsdp_state()._training_state = TrainingState.IDLE
 
 
-def release_unit(group: Any) -> None:
-    """Shards a group again, whatever its watcher says.
+def release_unit(unit: Any) -> None:
+    """Shards a unit again, whatever its watcher says.
 
     Why: gathered parameters whose shards were written since are gathered anew.
 
@@ -275,7 +322,8 @@ def release_unit(group: Any) -> None:
 
     Public way: ``FSDPModule.reshard``, for all groups of a module together.
     """
-    group._to_sharded()
+    for group in groups_of_unit(unit):
+        group._to_sharded()
 
 
 def initialize_root(model: nn.Module) -> None:

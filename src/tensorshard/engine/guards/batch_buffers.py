@@ -140,7 +140,7 @@ class BatchBuffers:
             for name, parameter in self._sharded.model.named_parameters()
             if not isinstance(parameter, DTensor)
             and parameter.device.type != "meta"
-            and (self._mesh.experts is self._mesh or self._sharded.split.num_shards(name) == 1)
+            and not self._sharded.split.of(name).of_data_ranks
         ]
         different = self._different(named)
         if different is None:

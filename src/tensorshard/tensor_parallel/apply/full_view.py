@@ -80,10 +80,11 @@ class FullView(Watch):
     def source(self, held: torch.Tensor, *, graph: bool) -> Source:
         """The whole of what this rank has as `held`."""
         if graph and self.is_sharded:
+            axis = "ep" if self._split.of_data_ranks else "tp"
             raise RuntimeError(
                 f"parameter {self.name!r} was read outside of the model's forward while autograd records, as a penalty "
-                f"on the weights does, under a plan with tp={self._split.size} and zero=3, where its gradient could "
-                f"not be counted once: use zero=0, 1 or 2 with tp; under torch.no_grad() it can be read"
+                f"on the weights does, under a plan with {axis}={self._split.size} and zero=3, where its gradient "
+                f"could not be counted once: use zero=0, 1 or 2 with {axis}; under torch.no_grad() it can be read"
             )
         base = _Gathered.apply(held, self) if graph else self._read(held)
         return Source(base, partial(_version, held), partial(self._read, held), partial(self._store, held))

@@ -67,6 +67,7 @@ class TensorSplit:
         table: the table that the layouts follow from.
         outputs: whether the output layers hand on split logits.
         of_data_ranks: whether the ranks have different samples, as those that share experts have.
+        experts: how the parameters of experts are split, over other ranks; None where they are not.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -74,10 +75,21 @@ class TensorSplit:
     table: _Described | None = None
     outputs: SplitOutputs = field(default_factory=SplitOutputs)
     of_data_ranks: bool = False
+    experts: "TensorSplit | None" = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether there are several ranks, over which parameters may be split."""
+        return self.size > 1 or self.experts is not None
+
+    def of(self, name: str) -> "TensorSplit":
+        """The split that the parameter `name` belongs to: this one, or that of experts."""
+        return self.experts if self.experts is not None and name in self.experts.layouts else self
 
     def describe(self) -> str | None:
-        """The table that the layouts follow from, for people; None where nothing is sharded."""
-        return None if self.table is None else self.table.describe()
+        """The tables that the layouts follow from, for people; None where nothing is sharded."""
+        tables = [split.table.describe() for split in (self, self.experts) if split is not None and split.table]
+        return "\n".join(tables) if tables else None
 
     def keep_outputs_split(self) -> AbstractContextManager[None]:
         """Within this, output layers leave their logits split over the ranks."""
@@ -93,15 +105,16 @@ class TensorSplit:
 
     def layout(self, name: str) -> Layout:
         """How the parameter `name` is split over the ranks."""
-        return self.layouts.get(name, REPLICATED)
+        return self.of(name).layouts.get(name, REPLICATED)
 
     def num_shards(self, name: str) -> int:
         """Into how many shards the parameter `name` is cut."""
-        return 1 if self.layout(name).dim is None else self.size
+        return 1 if self.layout(name).dim is None else self.of(name).size
 
     def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the parameter `name`."""
-        return local_shard(full, self.layout(name), self.rank, self.size)
+        owner = self.of(name)
+        return local_shard(full, owner.layout(name), owner.rank, owner.size)
 
     def full_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """The full shape of the parameter or buffer `name`. `shape` is that of the shard, or full."""
@@ -113,6 +126,8 @@ class TensorSplit:
 
     def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The full parameter `name` of `shape`. Every rank passes its `local` part. A collective of the group."""
+        if (owner := self.of(name)) is not self:
+            return owner.full(name, local, shape)
         layout = self.layout(name)
         if layout.dim is None or self.group is None:
             return local

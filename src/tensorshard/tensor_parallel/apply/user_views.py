@@ -53,7 +53,7 @@ class UserViews:
         for name, parameter in model.named_parameters():
             if split.num_shards(name) > 1 or isinstance(parameter, DTensor):  # with ZeRO 3 all look whole, or none
                 self._watches[parameter] = FullView(
-                    name, split, shapes[name], self.is_users_call, isinstance(parameter, DTensor)
+                    name, split.of(name), shapes[name], self.is_users_call, isinstance(parameter, DTensor)
                 )
         for parameter, view in self._watches.items():
             watch(parameter, view)
