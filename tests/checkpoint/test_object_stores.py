@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import tensorshard as ts
 from tensorshard import cli
-from tensorshard.checkpoint.manifest import DamagedCheckpointError, check, is_whole
+from tensorshard.checkpoint.integrity import DamagedCheckpointError, check, is_whole
 from tensorshard.common import stores
 
 

@@ -92,7 +92,7 @@ class RunDirectory:
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint with the most steps of those whose files are all there, or None. No tensors are read."""
-        from tensorshard.checkpoint.manifest import is_whole  # torch's distributed checkpoints take long to import
+        from tensorshard.checkpoint.integrity import is_whole  # torch's distributed checkpoints take long to import
 
         paths = (self.checkpoint(step) for step in reversed(self.checkpoint_steps()))
         return next((path for path in paths if is_whole(path)), None)
@@ -103,7 +103,7 @@ class RunDirectory:
         Returns:
             A sentence for each, which names the file that is damaged and the new name.
         """
-        from tensorshard.checkpoint.manifest import why_not_whole
+        from tensorshard.checkpoint.integrity import why_not_whole
 
         said = []
         newest = self.newest_checkpoint()

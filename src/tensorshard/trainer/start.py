@@ -115,7 +115,7 @@ def _none_to_resume_from(directory: RunDirectory) -> str:
     steps = directory.checkpoint_steps()
     if not steps:
         return f"{directory.path} holds no checkpoint to resume from; start anew without --resume"
-    from tensorshard.checkpoint.manifest import why_not_whole
+    from tensorshard.checkpoint.integrity import why_not_whole
 
     why = why_not_whole(directory.checkpoint(steps[-1]))
     return f"{directory.path} holds no whole checkpoint to resume from; of {len(steps)}, the newest: {why}"

@@ -145,7 +145,7 @@ class CheckpointHook(Hook):
     def _delete_old(self, engine: Engine) -> None:
         if not self.keep or engine.mesh.rank != 0:
             return
-        from tensorshard.checkpoint.manifest import is_whole
+        from tensorshard.checkpoint.integrity import is_whole
 
         steps = self.directory.checkpoint_steps()
         old = [step for step in steps[: -self.keep] if not (self.keep_every and step % self.keep_every == 0)]
