@@ -8,7 +8,7 @@ import torch
 
 import parity
 from tensorshard.checkpoint import writing
-from tensorshard.checkpoint.manifest import check
+from tensorshard.checkpoint.integrity import check
 
 PLANS = {
     "zero 3 on 2": (2, dict(zero=3)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tensorshard as ts
-from tensorshard.checkpoint.manifest import check
+from tensorshard.checkpoint.integrity import check
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorshard.checkpoint.manifest import check, is_whole
+from tensorshard.checkpoint.integrity import check, is_whole
 
 _PROGRAM = """
 import sys

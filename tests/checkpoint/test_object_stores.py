@@ -1,18 +1,22 @@
 """Checkpoints in object stores: no rename, so the manifest decides."""
 
+import os
 import uuid
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import tensorshard as ts
 from tensorshard import cli
-from tensorshard.checkpoint.manifest import DamagedCheckpointError, check, is_whole
+from tensorshard.checkpoint.integrity import DamagedCheckpointError, check, is_whole
 from tensorshard.common import stores
+from tensorshard.data import TokenDataset, write_token_file
 
 
 def _engine() -> ts.Engine:
@@ -84,6 +88,47 @@ def _in_memory() -> None:
 
 def test_a_store_in_memory(ranks):
     ranks(1, _in_memory)
+
+
+def _weights_in_memory(folder: Path) -> None:
+    """Weights go to a store, and come from it: from a checkpoint, exports, and what the engine writes itself."""
+    os.environ["TENSORSHARD_CACHE"] = str(folder)
+    build, place = partial(torch.nn.Linear, 16, 4), f"memory://{uuid.uuid4().hex}"
+    engine = _engine()
+    _step(engine)
+    engine.save(f"{place}/step-1")
+    export = ["export", f"{place}/step-1"]
+    assert cli.main([*export, f"{place}/hf"]) == cli.main([*export, f"{place}/torch", "--to", "torch"]) == 0
+    assert cli.main([*export, f"{place}/hf"]) == 2 and cli.main([*export, f"{place}/step-1", "--overwrite"]) == 2
+    engine.save_pretrained(f"{place}/saved", max_shard_size=100)  # two files, and an index
+    expected = engine.full_state_dict()
+    for name in ("step-1", "hf", "torch", "saved", "hf/model.safetensors", "saved/model.safetensors.index.json"):
+        state = ts.from_pretrained(f"{place}/{name}", build)().state_dict()
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    _step(engine)
+    engine.save_pretrained(f"{place}/saved", overwrite=True)
+    files = fsspec.filesystem("memory").ls(f"{place}/saved", detail=False)
+    assert [file.rpartition("/")[2] for file in files] == ["model.safetensors"]
+    state = ts.from_pretrained(f"{place}/saved", build)().state_dict()  # not the copy of what was there before
+    torch.testing.assert_close(state, engine.full_state_dict(), rtol=0, atol=0)
+    with pytest.raises(FileNotFoundError, match="there is no file or folder memory"):
+        ts.from_pretrained(f"{place}/none", build)
+
+
+def test_weights_go_to_a_store_and_come_from_it(ranks, tmp_path):
+    ranks(1, _weights_in_memory, tmp_path)
+
+
+def test_a_token_file_in_a_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORSHARD_CACHE", "off")  # the copy ends with the process
+    write_token_file(tmp_path / "train.npy", [np.arange(100)], vocab_size=200)
+    for file in ("train.npy", "train.json"):
+        fsspec.filesystem("memory").pipe_file(f"/tokens/{file}", (tmp_path / file).read_bytes())
+    dataset = TokenDataset("memory://tokens/train.npy", context_length=10)
+    assert dataset[3][0].tolist() == list(range(30, 40)) and dataset.source.vocab_size == 200
+    dataset.source.verify()
+    with pytest.raises(FileNotFoundError, match=r"no token file memory://tokens/test\.npy"):
+        TokenDataset("memory://tokens/test.npy", context_length=10)
 
 
 class _WithoutRights(MemoryFileSystem):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import parity
-from tensorshard.checkpoint.manifest import check
+from tensorshard.checkpoint.integrity import check
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, dict()),

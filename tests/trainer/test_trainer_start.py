@@ -8,6 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tensorshard.config import ConfigError, load_config
+from tensorshard.trainer.launch.worker import RESTARTS
 from tensorshard.trainer.report import resume_command
 from tensorshard.trainer.run_directory import RunDirectory
 from tensorshard.trainer.settings import TrainSettings
@@ -192,3 +193,16 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_nearest_that_can() -> No
         settings.check_batch(dp_size=3)
     with pytest.raises(ConfigError, match="the nearest that does is 80"):
         settings.check_batch(dp_size=40)
+
+
+def test_a_checkpoint_that_the_user_named_stays_named_when_workers_are_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(RESTARTS, "1")
+    config, run, elsewhere = load_config("quickstart"), _past_run("here", 3, 6), _past_run("elsewhere")
+    named = run.checkpoint(6)
+    for output in (run, elsewhere):  # neither has a later one
+        assert _find(config, str(named), str(output.path)) == Start(output, named, named=True)
+    assert _find(config, str(run.checkpoint(3)), "here") == Start(run, named)  # saved since then
+    (run.path / "checkpoints" / "step-6" / "engine.json").unlink()
+    assert _find(config, str(named), "here") == Start(run, named, named=True)  # no older one takes its place

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from tensorshard.common.folders import WholeFolder
-from tensorshard.common.stores import LocalStore, RemoteStore, Store
+from tensorshard.common.stores import LocalStore, RemoteStore, Store, open_store
 from tensorshard.weights.files.manifest import MANIFEST
 
 KIND = "a checkpoint of engine.save"
@@ -25,7 +25,10 @@ _FILES = (
     "config.json",
     "generation_config.json",
 )
-_OF_A_SAVE = re.compile(r"[0-9a-f]{8}-(engine\.json|tensors-\d+\.bin|config\.json|generation_config\.json)")
+_WITHDRAWN = f"{MANIFEST}.damaged"
+_OF_A_SAVE = re.compile(
+    r"[0-9a-f]{8}-(engine\.json|tensors-\d+\.bin|config\.json|generation_config\.json)|" + re.escape(_WITHDRAWN)
+)
 
 
 class Destination(ABC):
@@ -115,3 +118,24 @@ def destination(target: Path | str, *, overwrite: bool) -> Destination:
     if isinstance(target, str):
         return RemoteDestination(target, overwrite=overwrite)
     return LocalDestination(target, overwrite=overwrite)
+
+
+def is_written(url: str) -> bool:
+    """Whether a checkpoint was written to its end at `url`."""
+    return open_store(url).size(MANIFEST) is not None
+
+
+def withdraw(url: str) -> str:
+    """Makes the checkpoint at `url` none: gives its manifest another name, and returns that. The next save there
+    removes what is left."""
+    store = open_store(url)
+    store.write(_WITHDRAWN, store.read(MANIFEST))
+    store.remove(MANIFEST)
+    return _WITHDRAWN
+
+
+def remove(url: str) -> None:
+    """Removes the checkpoint at `url`. A crash leaves a whole one, or none."""
+    store = open_store(url)
+    store.remove(MANIFEST)
+    store.remove_all()

@@ -1,19 +1,23 @@
 """Exports a checkpoint's weights for other programs, one tensor at a time, on one process, without the model."""
 
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from tensorshard.common.folders import WholeFolder
+from tensorshard.common.uploads import UploadedFolder
 from tensorshard.weights.files.checkpoint_files import CheckpointWeights
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, export_all, model_from_configs, weights_folder
 from tensorshard.weights.files.weight_files import open_weight_files
 
 
 def export_checkpoint(
-    checkpoint: Path,
-    target: Path,
+    checkpoint: Path | str,
+    target: Path | str,
     *,
     to: str = "hf",
     dtype: torch.dtype | None = None,
@@ -23,8 +27,8 @@ def export_checkpoint(
     """Writes the weights of `checkpoint` for programs that know nothing of tensorshard.
 
     Args:
-        checkpoint: what :meth:`tensorshard.Engine.save` wrote, under any plan.
-        target: the directory to write; must not exist, or be empty.
+        checkpoint: what :meth:`tensorshard.Engine.save` wrote, under any plan; a folder or a URL.
+        target: the directory to write, or a URL; must not exist, or be empty.
         to: "hf" for what Hugging Face's ``save_pretrained`` writes: safetensors, and ``config.json`` if the model is
             one of transformers; "torch" for one file ``model.pt`` with the state dict, as ``torch.save`` writes it.
         dtype: of floating-point tensors; None for that of the master weights.
@@ -49,17 +53,28 @@ def export_checkpoint(
     folder = weights_folder(target, overwrite=overwrite)  # before the weights are first written as safetensors
     # torch.save needs the whole state dict. So it is written as safetensors first: its tensors are then mapped files,
     # which take no memory.
-    mapped = target.with_name(f".{target.name}.mapped")
-    try:
-        shutil.rmtree(mapped, ignore_errors=True)  # left by a crash
+    with _mapped_beside(target) as mapped:
         export_all(tensors, mapped, None, layouts, dtype=dtype, max_shard_size=max_shard_size)
         aliases = weights.document.get("aliases", {})
         _pickle(mapped, folder, aliases)
+
+
+@contextmanager
+def _mapped_beside(target: Path | str) -> Iterator[Path]:
+    """A folder for files that are mapped into memory, on the disk of `target` where that is one. It is removed."""
+    if isinstance(target, str):
+        with tempfile.TemporaryDirectory() as above:
+            yield Path(above) / "mapped"
+        return
+    mapped = target.with_name(f".{target.name}.mapped")
+    try:
+        shutil.rmtree(mapped, ignore_errors=True)  # left by a crash
+        yield mapped
     finally:
         shutil.rmtree(mapped, ignore_errors=True)
 
 
-def _pickle(mapped: Path, folder: WholeFolder, aliases: dict[str, str]) -> None:
+def _pickle(mapped: Path, folder: WholeFolder | UploadedFolder, aliases: dict[str, str]) -> None:
     state = {name: file[name] for file in open_weight_files(mapped) for name in file}
     state.update({alias: state[first] for alias, first in aliases.items()})
     try:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if len(args.words) != 1:
         raise ConfigError(f"checkpoint takes the path of one, and was given {' '.join(args.words) or 'nothing'}")
-    from tensorshard.checkpoint.manifest import DamagedCheckpointError, check
+    from tensorshard.checkpoint.integrity import DamagedCheckpointError, check
     from tensorshard.common.stores import local_or_url
     from tensorshard.weights.files.checkpoint_files import open_checkpoint
 

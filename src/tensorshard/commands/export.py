@@ -1,7 +1,6 @@
 """``tensorshard export``: a checkpoint's weights for other programs."""
 
 import argparse
-from pathlib import Path
 
 from tensorshard.commands.arguments import HelpFormat
 from tensorshard.config import ConfigError
@@ -12,6 +11,8 @@ examples:
       safetensors, with config.json for a model of transformers: its from_pretrained("weights") opens them
   tensorshard export runs/my_run-1/checkpoints/step-1000 weights --to torch
       weights/model.pt: the state dict, for torch.load(..., weights_only=True)
+  tensorshard export s3://bucket/my_run/step-1000 s3://bucket/weights
+      from an object store, and to one
 """
 _DTYPES = ("fp32", "bf16", "fp16")
 
@@ -21,8 +22,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "export",
         help="write a checkpoint's weights as Hugging Face or torch.save do",
-        description="Writes the weights of CHECKPOINT, of any plan, to the new directory DIR. It runs in one process "
-        "and holds a tensor at a time.",
+        description="Writes the weights of CHECKPOINT, of any plan, to the new directory "
+        "DIR; either may be a URL. It runs in one process and holds a tensor at a time.",
         usage="tensorshard export CHECKPOINT DIR [options]",
         epilog=_EPILOG,
         formatter_class=HelpFormat,
@@ -63,16 +64,18 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tensorshard.checkpoint.export import export_checkpoint
+    from tensorshard.common.stores import local_or_url, open_store
     from tensorshard.weights.files.export import MAX_SHARD_SIZE
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    source, target = map(Path, args.words)
+    source, target = map(local_or_url, args.words)
     dtype = dtypes.get(args.dtype)
     size = MAX_SHARD_SIZE if args.max_shard_size is None else args.max_shard_size
     try:
         export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=size, overwrite=args.overwrite)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(str(error).replace("overwrite=True", "--overwrite")) from error
-    files = sorted(target.iterdir())
-    print(f"{target}: {', '.join(file.name for file in files)} ({sum(f.stat().st_size for f in files):,} bytes)")
+    written = open_store(args.words[1])
+    files = written.files()
+    print(f"{target}: {', '.join(files)} ({sum(written.size(file) or 0 for file in files):,} bytes)")
     return 0

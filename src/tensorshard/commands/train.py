@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, open_dict
 
 from tensorshard.commands.arguments import HelpFormat, add_allow, config_and_overrides, find_own_modules
+from tensorshard.common.stores import is_url, open_store
 from tensorshard.common.terminal import fit, terminal_width
 from tensorshard.config import ConfigError, to_yaml
 from tensorshard.config.config_error import MissingValueError
@@ -292,10 +293,25 @@ def _nodes(text: str | None) -> tuple[int | None, int]:
 
 
 def _check_paths(args: argparse.Namespace) -> None:
-    if args.resume not in (None, RESUME_NEWEST) and not os.path.isdir(args.resume):
+    if args.resume not in (None, RESUME_NEWEST) and not _is_checkpoint(args.resume):
         raise ConfigError(f"--resume {args.resume}: there is no such checkpoint directory")
+    if args.output is not None and is_url(args.output):
+        raise ConfigError(
+            f"--output {args.output}: logs and measurements go to a folder of this machine; for checkpoints in an "
+            f"object store set train.checkpoint_dir={args.output}"
+        )
     if args.output is not None and os.path.exists(args.output) and not os.path.isdir(args.output):
         raise ConfigError(f"--output {args.output}: that is a file; a run writes a directory")
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Whether there may be a checkpoint at `path`, a folder or a URL."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    try:
+        return bool(open_store(path).files())
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(f"--resume {path}: {error}") from error
 
 
 def _check_timeout(seconds: float | None) -> None:

@@ -49,6 +49,10 @@ class Store(ABC):
         """The names of the files directly in it, sorted; [] if it is not there."""
 
     @abstractmethod
+    def folders(self) -> list[str]:
+        """The names of the folders directly in it, sorted; [] if it is not there."""
+
+    @abstractmethod
     def remove(self, file: str) -> None:
         """Removes `file`, if it is there."""
 
@@ -96,6 +100,9 @@ class LocalStore(Store):
     def files(self) -> list[str]:
         return sorted(entry.name for entry in self.path.iterdir() if entry.is_file()) if self.path.is_dir() else []
 
+    def folders(self) -> list[str]:
+        return sorted(entry.name for entry in self.path.iterdir() if entry.is_dir()) if self.path.is_dir() else []
+
     def remove(self, file: str) -> None:
         (self.path / file).unlink(missing_ok=True)
 
@@ -137,21 +144,35 @@ class RemoteStore(Store):
         except FileNotFoundError:
             return None
 
+    def version(self, file: str) -> str | None:
+        """What changes when `file` is written anew; None if it is not there."""
+        self._files.invalidate_cache(self._root)
+        try:
+            return str(self._files.ukey(self._place(file)))
+        except FileNotFoundError:
+            return None
+
     def create(self, file: str) -> BinaryIO:
         if self._files.protocol in ("memory", ("memory",)):  # which has folders
-            self._files.makedirs(self._root, exist_ok=True)
+            self._files.makedirs(self._place(file).rpartition("/")[0], exist_ok=True)
         return self._files.open(self._place(file), "wb")
 
     def open(self, file: str) -> BinaryIO:
         return self._files.open(self._place(file), "rb", block_size=_READ_AHEAD)
 
     def files(self) -> list[str]:
+        return self._entries("file")
+
+    def folders(self) -> list[str]:
+        return self._entries("directory")
+
+    def _entries(self, kind: str) -> list[str]:
         self._files.invalidate_cache(self._root)
         try:
             entries = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
-        return sorted(entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file")
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
 
     def remove(self, file: str) -> None:
         with suppress(FileNotFoundError):
@@ -167,15 +188,18 @@ def is_url(path: Any) -> bool:
     return isinstance(path, str) and _URL.match(path) is not None and not path.startswith("file://")
 
 
-def local_or_url(path: Any) -> Path | str:
+def local_or_url(path: Any, what: str = "a path, such as 'checkpoints/step-1000', or a URL") -> Path | str:
     """`path` as a Path, or as it is if it is a URL.
+
+    Args:
+        what: says what is expected, for the message.
 
     Raises:
         TypeError: it is neither.
     """
     if isinstance(path, str) and path.startswith("file://"):
         path = path.removeprefix("file://")
-    return path if is_url(path) else as_path(path)
+    return path if is_url(path) else as_path(path, what)
 
 
 def open_store(path: str | PathLike[str]) -> Store:

@@ -10,6 +10,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from tensorshard.common.fetched import fetched
+from tensorshard.common.stores import local_or_url, open_store
+
 _CRC_CHUNK_BYTES = 1 << 24
 
 
@@ -120,7 +123,9 @@ class TokenFile:
     """A file of tokens, opened by memory map: nothing is read until it is used.
 
     Args:
-        path: a file written by ``write_token_file``, or any one-dimensional array of integers in a ``.npy`` file.
+        path: a file written by ``write_token_file``, or any one-dimensional array of integers in a ``.npy`` file; or a
+            URL of one that fsspec knows, such as ``s3://bucket/train.npy``, which is copied to the folder of caches
+            (``~/.cache/tensorshard``) first, once per machine.
 
     Attributes:
         tokens: read-only array of integers ``[num_tokens]``.
@@ -132,7 +137,7 @@ class TokenFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path = _on_this_machine(path).absolute()
         self.tokens = _open(self.path)
         self._described = _described(self.path, len(self.tokens))
         self.vocab_size: int | None = self._described.get("vocab_size")
@@ -200,6 +205,18 @@ def _check_chunk(chunk: np.ndarray, number: int, vocab_size: int) -> None:
 def _beside(path: Path) -> Path:
     """The JSON file that describes the token file `path`."""
     return path.with_suffix(".json") if path.suffix == ".npy" else path.with_name(f"{path.name}.json")
+
+
+def _on_this_machine(path: str | os.PathLike[str]) -> Path:
+    """`path`, or that of a copy of the file at a URL, beside which its JSON file is copied, too."""
+    place = local_or_url(path)
+    if isinstance(place, Path):
+        return place
+    folder, _, name = place.rpartition("/")
+    if open_store(folder).size(name) is None:
+        raise FileNotFoundError(f"there is no token file {place}")
+    names = (name, _beside(Path(name)).name)
+    return fetched(folder, {name: name for name in names}) / name
 
 
 def _open(path: Path) -> np.ndarray:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.paths import as_path
 from tensorshard.common.stores import local_or_url
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import class_of, members_of
@@ -278,6 +277,8 @@ class StateMethods:
         :meth:`save`. Every rank calls this.
 
         Args:
+            path: of the directory; or a URL that fsspec knows, to which the complete files are copied. There, an older
+                directory is replaced file by file.
             dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the master
                 weights, fp32.
             max_shard_size: bytes in a file, or text such as "5GB".
@@ -292,7 +293,7 @@ class StateMethods:
         with explained("engine.save_pretrained", self._watch), self.mesh.waiting_longer():
             self._finish_update()
             options = {"dtype": dtype, "max_shard_size": max_shard_size, "overwrite": overwrite}
-            _write_pretrained(self.sharded, self.mesh, as_path(path), **options)
+            _write_pretrained(self.sharded, self.mesh, local_or_url(path), **options)
 
     def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.
@@ -319,7 +320,7 @@ class StateMethods:
         return _summarize(self.plan, self.sharded, self._optimizer, self._owners, self.storage.describe())
 
 
-def _write_pretrained(sharded: ShardedModel, mesh: Mesh, path: Path, **options: Any) -> None:
+def _write_pretrained(sharded: ShardedModel, mesh: Mesh, path: Path | str, **options: Any) -> None:
     """What :meth:`tensorshard.Engine.save_pretrained` does; errors of rank 0 are raised on every rank."""
     export: Export | AdapterExport | None = None
 

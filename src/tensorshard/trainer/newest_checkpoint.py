@@ -34,10 +34,10 @@ def load_start(engine: Engine, start: Start) -> dict[str, Any]:
             return _on_all_ranks(engine, checkpoint)
         except DamagedCheckpointError as damage:
             error = damage
-        if start.named or checkpoint.parent != directory.checkpoint(0).parent:
+        if start.named or directory.step_of(checkpoint) is None:
             raise error
 
-        def pass_over(damaged: Path = checkpoint, why: str = str(error)) -> tuple[Path, str] | None:
+        def pass_over(damaged: Path | str = checkpoint, why: str = str(error)) -> tuple[Path | str, str] | None:
             others = [step for step in directory.checkpoint_steps() if directory.checkpoint(step) != damaged]
             if not others:
                 return None
@@ -52,7 +52,7 @@ def load_start(engine: Engine, start: Start) -> dict[str, Any]:
         _warn([said])
 
 
-def _on_all_ranks(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+def _on_all_ranks(engine: Engine, checkpoint: Path | str) -> dict[str, Any]:
     """``engine.load(checkpoint)``, which raises a DamagedCheckpointError on all ranks if it does so on one."""
     error: Exception | None = None
     extra: dict[str, Any] = {}

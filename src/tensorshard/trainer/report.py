@@ -84,7 +84,7 @@ def print_summary(
     if expected is not None and max(expected) >= COMPARED_MEMORY:
         table.add_row("beyond start", _by_rank(above_start, size_text))
         table.add_row("estimated", f"{_by_rank(expected, size_text)} of live tensors")
-    places: dict[str, Path | None] = {
+    places: dict[str, Path | str | None] = {
         "checkpoint": directory.newest_checkpoint(),
         "metrics": directory.metrics,
         "config": directory.config,

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensorshard.common.stores import open_store
 from tensorshard.config.config_error import ConfigError
 
 RUNS = Path("runs")
@@ -34,12 +35,15 @@ class RunDirectory:
 
     Attributes:
         path: the directory.
+        checkpoint_dir: where the checkpoints are, if not there: a folder, or a URL that fsspec knows. An object store
+            has no rename: a checkpoint there is whole if it has its manifest, and what is set aside loses it.
     """
 
     path: Path
+    checkpoint_dir: Path | str | None = None
 
     @classmethod
-    def new(cls, parent: str | Path, name: str) -> "RunDirectory":
+    def new(cls, parent: str | Path, name: str, checkpoint_dir: Path | str | None = None) -> "RunDirectory":
         """Makes ``<parent>/<name>-<n>`` with the first free `n`, counting from 1."""
         for n in itertools.count(1):
             path = Path(parent) / f"{name}-{n}"
@@ -47,7 +51,7 @@ class RunDirectory:
                 path.mkdir(parents=True)
             except FileExistsError:
                 continue
-            return cls(path)
+            return cls(path, checkpoint_dir)
         raise AssertionError("unreachable: there is always a free number")
 
     @property
@@ -74,25 +78,42 @@ class RunDirectory:
     def profile(self) -> Path:
         return self.path / "profile"
 
-    def checkpoint(self, step: int) -> Path:
+    @property
+    def checkpoints(self) -> Path | str:
+        """The folder of the checkpoints, or its URL."""
+        return self.path / "checkpoints" if self.checkpoint_dir is None else self.checkpoint_dir
+
+    def checkpoint(self, step: int) -> Path | str:
         """Where the checkpoint after `step` steps is or will be."""
-        return self.path / "checkpoints" / f"step-{step}"
+        return _within(self.checkpoints, f"step-{step}")
 
     @property
-    def best_checkpoint(self) -> Path:
-        return self.path / "checkpoints" / "best"
+    def best_checkpoint(self) -> Path | str:
+        return _within(self.checkpoints, "best")
+
+    def step_of(self, checkpoint: Path | str) -> int | None:
+        """After how many steps this run wrote `checkpoint`; None if the path is of no checkpoint of this run."""
+        if isinstance(checkpoint, str) or isinstance(self.checkpoints, str):
+            folder, _, name = str(checkpoint).rstrip("/").rpartition("/")
+            is_here = folder == str(self.checkpoints).rstrip("/")
+        else:
+            is_here, name = checkpoint.resolve().parent == self.checkpoints.resolve(), checkpoint.name
+        match = _CHECKPOINT.fullmatch(name) if is_here else None
+        return int(match[1]) if match else None
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first. They get their names only once they are whole."""
-        folder = self.path / "checkpoints"
-        if not folder.is_dir():
-            return []
-        matches = (_CHECKPOINT.fullmatch(entry.name) for entry in folder.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        """The steps of the checkpoints, oldest first. They get their names, or manifests, only once they are whole."""
+        matches = (_CHECKPOINT.fullmatch(name) for name in open_store(self.checkpoints).folders())
+        steps = sorted(int(match[1]) for match in matches if match)
+        if isinstance(self.checkpoints, str):  # where folders of saves that did not end look the same
+            from tensorshard.checkpoint.destinations import is_written
 
-    def newest_checkpoint(self) -> Path | None:
+            steps = [step for step in steps if is_written(str(self.checkpoint(step)))]
+        return steps
+
+    def newest_checkpoint(self) -> Path | str | None:
         """The checkpoint with the most steps of those whose files are all there, or None. No tensors are read."""
-        from tensorshard.checkpoint.manifest import is_whole  # torch's distributed checkpoints take long to import
+        from tensorshard.checkpoint.integrity import is_whole  # torch's distributed checkpoints take long to import
 
         paths = (self.checkpoint(step) for step in reversed(self.checkpoint_steps()))
         return next((path for path in paths if is_whole(path)), None)
@@ -103,7 +124,7 @@ class RunDirectory:
         Returns:
             A sentence for each, which names the file that is damaged and the new name.
         """
-        from tensorshard.checkpoint.manifest import why_not_whole
+        from tensorshard.checkpoint.integrity import why_not_whole
 
         said = []
         newest = self.newest_checkpoint()
@@ -114,14 +135,22 @@ class RunDirectory:
             said.append(self.set_aside(path, str(why_not_whole(path))))
         return said
 
-    def set_aside(self, path: Path, why: str) -> str:
-        """Gives a damaged checkpoint of this run another name, under which it is not resumed from; says so."""
+    def set_aside(self, path: Path | str, why: str) -> str:
+        """Gives a damaged checkpoint of this run another name, under which it is not resumed from; says so.
+
+        In an object store its manifest gets another name, without which the place counts as empty.
+        """
+        said = f"the checkpoint {path} is damaged and is passed over; it is kept as"
+        if isinstance(path, str):
+            from tensorshard.checkpoint.destinations import withdraw
+
+            return f"{said} it is, until the run saves there, its manifest as {withdraw(path)}: {why}"
         for number in itertools.count(1):
             aside = path.with_name(f"{path.name}.damaged" + (f"-{number}" if number > 1 else ""))
             if not aside.exists():
                 break
         path.rename(aside)
-        return f"the checkpoint {path} is damaged and is passed over; it is kept as {aside.name}: {why}"
+        return f"{said} {aside.name}: {why}"
 
     def check_not_ahead(self, step: int) -> None:
         """Whether a run may go on here after `step` steps without overwriting later work.
@@ -131,14 +160,25 @@ class RunDirectory:
         """
         later = [found for found in self.checkpoint_steps() if found > step]
         if later:
+            other = "directory (--output)" if self.checkpoint_dir is None else "train.checkpoint_dir"
             raise ConfigError(
-                f"training begins after step {step}, but {self.path} holds later checkpoints (steps "
-                f"{', '.join(map(str, later))}); give another directory (--output), or delete those"
+                f"training begins after step {step}, but {self.checkpoint_dir or self.path} holds later checkpoints "
+                f"(steps {', '.join(map(str, later))}); give another {other}, or delete those"
             )
 
     def delete_checkpoint(self, step: int) -> None:
-        """Removes a checkpoint. It is renamed first, so that a partly deleted one is never taken for a whole one."""
+        """Removes a checkpoint. It is renamed first, or loses its manifest, so that a partly deleted one is never taken
+        for a whole one."""
         path = self.checkpoint(step)
+        if isinstance(path, str):
+            from tensorshard.checkpoint.destinations import remove
+
+            remove(path)
+            return
         doomed = path.with_name(f".deleting-{path.name}")
         os.replace(path, doomed)
         shutil.rmtree(doomed)
+
+
+def _within(folder: Path | str, name: str) -> Path | str:
+    return f"{folder.rstrip('/')}/{name}" if isinstance(folder, str) else folder / name

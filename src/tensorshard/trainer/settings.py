@@ -1,11 +1,13 @@
 """The ``train`` section of a config, checked."""
 
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from tensorshard.common.kinds import kind_of
+from tensorshard.common.stores import is_url, local_or_url
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.config_error import suggest
 from tensorshard.plan.plan import Plan
@@ -28,6 +30,7 @@ class TrainSettings:
         seed: of initial weights, of the order of the data and of dropout.
         name: of the run, for its directory; None for that of its config.
         output_dir: the run's directory; None for the next free ``runs/<name>-<n>``.
+        checkpoint_dir: where this run's checkpoints go, if not there: a folder, or a URL such as ``s3://bucket/my_run``.
         eval_every: steps between evaluations; 0 for one at the end alone.
         eval_batches: global batches in an evaluation; None for the whole validation set.
         save_every: steps between checkpoints; 0 for one at the end alone.
@@ -64,6 +67,7 @@ class TrainSettings:
     keep_checkpoints: int
     log_every: int
     num_workers: int
+    checkpoint_dir: str | None = None
     save_best: str | None = None
     keep_every: int = 0
     save_in_background: bool = False
@@ -94,10 +98,22 @@ class TrainSettings:
                 raise ConfigError(f"train.{name} is {getattr(self, name)!r}; expected true or false")
         if not isinstance(self.watchdog, bool) and not (isinstance(self.watchdog, int | float) and self.watchdog > 0):
             raise ConfigError(f"train.watchdog is {self.watchdog!r}; expected true, false or seconds of more than 0")
+        if is_url(self.output_dir):
+            raise ConfigError(
+                f"train.output_dir is {self.output_dir}, but logs and measurements go to a folder of this machine; "
+                f"train.checkpoint_dir takes a URL, for the checkpoints"
+            )
+        if self.checkpoint_dir is not None and not isinstance(self.checkpoint_dir, str):
+            raise ConfigError(f"train.checkpoint_dir is {self.checkpoint_dir!r}; expected a folder or a URL")
         if not isinstance(self.plan, Plan):
             raise ConfigError(
                 f"train.plan is {kind_of(self.plan)}; expected LazyCall(Plan)(...), as in common/train.py"
             )
+
+    @property
+    def checkpoint_place(self) -> Path | str | None:
+        """``checkpoint_dir`` as a Path, or a URL as it is."""
+        return None if self.checkpoint_dir is None else local_or_url(self.checkpoint_dir)
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "TrainSettings":

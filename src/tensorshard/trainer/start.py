@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from tensorshard.common.stores import local_or_url, open_store
 from tensorshard.config import ConfigError, save_config, to_yaml
 from tensorshard.trainer.launch.worker import RUN_FILE, is_restart
 from tensorshard.trainer.run_directory import RUNS, RunDirectory
@@ -30,7 +32,7 @@ class Start:
     """
 
     directory: RunDirectory
-    checkpoint: Path | None
+    checkpoint: Path | str | None
     named: bool = False
 
 
@@ -48,35 +50,49 @@ def find_start(
     Args:
         config: what :func:`tensorshard.config.load_config` returned.
         settings: its ``train`` section.
-        resume: a checkpoint, ``"latest"``, or None to begin anew.
+        resume: a checkpoint, a path or a URL; ``"latest"``; or None to begin anew.
         output: the run's directory; wins over ``train.output_dir``.
         begun: where this run wrote before its workers were started again, see :func:`begun_anywhere`.
 
     Raises:
         ConfigError: the directory holds a run already, or there is nothing to resume from.
     """
-    given = output or settings.output_dir
-    directory = RunDirectory(Path(given)) if given else None
+    given, place = output or settings.output_dir, settings.checkpoint_place
+    directory = RunDirectory(Path(given), place) if given else None
     begun = begun or (directory if is_restart() else None)
     if begun is not None and begun.path.is_dir():
-        newest = begun.newest_checkpoint()
-        return _started(begun, newest or (Path(resume) if resume not in (None, LATEST) else None))
+        return _started_again(RunDirectory(begun.path, place), None if resume == LATEST else resume)
     name = _run_name(config)
     if resume is None:
         if directory is None:
             with _written_to(RUNS):
-                return Start(RunDirectory.new(RUNS, name), None)
+                return _started(RunDirectory.new(RUNS, name, place), None)
         check_holds_no_run(directory.path)
         return _started(directory, None)
     if resume != LATEST:
-        checkpoint = Path(resume)
-        if not checkpoint.is_dir():
+        checkpoint = local_or_url(resume)
+        if isinstance(checkpoint, Path) and not checkpoint.is_dir():
             raise ConfigError(f"there is no checkpoint {resume}")
-        return _started(directory or _run_of(checkpoint), checkpoint, named=True)
-    directory = directory or _run_of_config(Path(_asked_config(config))) or _newest_run(name)
+        return _started(directory or _run_of(checkpoint, place), checkpoint, named=True)
+    directory = directory or _run_of_config(Path(_asked_config(config)), place) or _newest_run(name, place)
     newest = directory.newest_checkpoint()
     if newest is None:
         raise ConfigError(_none_to_resume_from(directory))
+    return _started(directory, newest)
+
+
+def _started_again(directory: RunDirectory, resume: str | None) -> Start:
+    """Where a run goes on whose workers were started again.
+
+    That is its newest checkpoint; the one that the user named, `resume`, until there is a later one.
+    """
+    newest = directory.newest_checkpoint()
+    named = None if resume is None else local_or_url(resume)
+    if named is None or newest is None:
+        return _started(directory, named if newest is None else newest, named=named is not None)
+    steps = directory.step_of(named), directory.step_of(newest)
+    if steps[0] is not None and steps[1] is not None and steps[1] <= steps[0]:
+        return _started(directory, named, named=True)
     return _started(directory, newest)
 
 
@@ -112,13 +128,13 @@ def begun_anywhere(group: dist.ProcessGroup) -> RunDirectory | None:
 
 
 def _none_to_resume_from(directory: RunDirectory) -> str:
-    steps = directory.checkpoint_steps()
+    steps, place = directory.checkpoint_steps(), directory.checkpoint_dir or directory.path
     if not steps:
-        return f"{directory.path} holds no checkpoint to resume from; start anew without --resume"
-    from tensorshard.checkpoint.manifest import why_not_whole
+        return f"{place} holds no checkpoint to resume from; start anew without --resume"
+    from tensorshard.checkpoint.integrity import why_not_whole
 
     why = why_not_whole(directory.checkpoint(steps[-1]))
-    return f"{directory.path} holds no whole checkpoint to resume from; of {len(steps)}, the newest: {why}"
+    return f"{place} holds no whole checkpoint to resume from; of {len(steps)}, the newest: {why}"
 
 
 def write_config(config: DictConfig, directory: RunDirectory, step: int) -> None:
@@ -145,12 +161,31 @@ def _written_to(path: Path) -> Iterator[None]:
         raise ConfigError(f"the directory {path} cannot be written ({error}); give another with --output") from error
 
 
-def _started(directory: RunDirectory, checkpoint: Path | None, *, named: bool = False) -> Start:
+def _started(directory: RunDirectory, checkpoint: Path | str | None, *, named: bool = False) -> Start:
     with _written_to(directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory.path):
             pass
+    if directory.checkpoint_dir is not None:
+        _check_writable(directory.checkpoint_dir)
     return Start(directory, checkpoint, named)
+
+
+def _check_writable(place: Path | str) -> None:
+    """Whether checkpoints can be written to `place`, which is found out before the first step.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    probe = f"writable-{uuid.uuid4().hex}"
+    try:
+        if isinstance(place, Path):
+            place.mkdir(parents=True, exist_ok=True)
+        store = open_store(place)
+        store.write(probe, b"written by tensorshard train, to see whether it can save here\n")
+        store.remove(probe)
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(f"train.checkpoint_dir={place} cannot be written: {type(error).__name__}: {error}") from error
 
 
 def _run_name(config: DictConfig) -> str:
@@ -162,28 +197,32 @@ def _asked_config(config: DictConfig) -> str:
     return str(config.asked.config) if "asked" in config else "run"
 
 
-def _run_of(checkpoint: Path) -> RunDirectory:
+def _run_of(checkpoint: Path | str, place: Path | str | None) -> RunDirectory:
     """The run that wrote `checkpoint`, read from its path.
 
     Raises:
         ConfigError: the path is not that of a run's checkpoint.
     """
-    if checkpoint.resolve().parent.name != "checkpoints":
+    if isinstance(checkpoint, str) or checkpoint.resolve().parent.name != "checkpoints":
         raise ConfigError(
             f"the checkpoint {checkpoint} is in no run's checkpoints directory, which would say where "
             f"to write; give a directory with --output"
         )
-    return RunDirectory(checkpoint.parent.parent)
+    return RunDirectory(checkpoint.parent.parent, place)
 
 
-def _run_of_config(config: Path) -> RunDirectory | None:
+def _run_of_config(config: Path, place: Path | str | None) -> RunDirectory | None:
     """The run that wrote the file `config`, if one did."""
-    directory = RunDirectory(config.parent)
+    directory = RunDirectory(config.parent, place)
     return directory if config.name == directory.config.name and directory.checkpoint_steps() else None
 
 
-def _newest_run(name: str) -> RunDirectory:
+def _newest_run(name: str, place: Path | str | None) -> RunDirectory:
     """The run of that name with the highest number, of those with a checkpoint.
+
+    Args:
+        place: where all of them have their checkpoints, as ``train.checkpoint_dir`` says. A machine that has no such
+            run gets a new directory if there are some.
 
     Raises:
         ConfigError: there is none.
@@ -191,11 +230,13 @@ def _newest_run(name: str) -> RunDirectory:
     numbered = {}
     for path in RUNS.glob(f"{name}-*"):
         number = path.name.removeprefix(f"{name}-")
-        if number.isdecimal() and RunDirectory(path).checkpoint_steps():
+        if number.isdecimal() and RunDirectory(path, place).checkpoint_steps():
             numbered[int(number)] = path
+    if not numbered and place is not None and RunDirectory(RUNS, place).checkpoint_steps():
+        return RunDirectory.new(RUNS, name, place)
     if not numbered:
         raise ConfigError(
             f"there is no run {RUNS / name}-<n> with a checkpoint here to resume; give the config.yaml "
             f"of a run, a checkpoint, or the run's directory with --output"
         )
-    return RunDirectory(numbered[max(numbered)])
+    return RunDirectory(numbered[max(numbered)], place)

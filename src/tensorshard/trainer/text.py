@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from tensorshard.comm.world import DEFAULT_TIMEOUT
+from tensorshard.common.stores import local_or_url
 from tensorshard.config import ConfigError, load_config
 from tensorshard.config.config_error import suggest
 from tensorshard.data.text_codec import BYTES, TextCodec, find_codec
@@ -111,10 +112,10 @@ def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn
     Raises:
         ConfigError: `source` is none of these.
     """
-    run = RunDirectory(source)
+    run = _run_at(source)
     checkpoint = run.newest_checkpoint() if run.config.is_file() else None
     if checkpoint is None and source.resolve().parent.name == "checkpoints":
-        run, checkpoint = RunDirectory(source.resolve().parent.parent), source
+        run, checkpoint = _run_at(source.resolve().parent.parent), source
     if checkpoint is not None and run.config.is_file():
         config: DictConfig = load_config(str(run.config), allow=allow)
         build = initial_model(config.model)
@@ -128,6 +129,15 @@ def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn
         f"{source} {what}; expected the directory of a run with a checkpoint, one of its checkpoints, or a directory "
         f"with a config.json of Hugging Face's"
     )
+
+
+def _run_at(path: Path) -> RunDirectory:
+    """The run whose directory `path` may be, with its checkpoints where its config says."""
+    run = RunDirectory(path)
+    if not run.config.is_file():
+        return run
+    place = OmegaConf.select(OmegaConf.load(run.config), "train.checkpoint_dir")
+    return run if place is None else RunDirectory(path, local_or_url(place))
 
 
 def _continued(engine: Engine, codec: TextCodec, settings: TextSettings) -> str:

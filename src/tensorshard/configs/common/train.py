@@ -24,6 +24,8 @@ train = {
     "name": None,
     # The run's directory; None for the next free runs/<name>-<n>.
     "output_dir": None,
+    # Where this run's checkpoints go, if not to its directory: a folder, or a URL such as "s3://bucket/my_run".
+    "checkpoint_dir": None,
     # Steps between evaluations on data.validation; 0 for one at the end alone.
     "eval_every": 100,
     # Global batches in an evaluation; None for the whole validation set.

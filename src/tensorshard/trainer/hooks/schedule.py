@@ -67,7 +67,7 @@ class CheckpointHook(Hook):
         self.keep = keep
         self.keep_every = keep_every
         self.background = background
-        self._writing: Path | None = None  # in the background
+        self._writing: Path | str | None = None  # in the background
         self._sign, self._metric = (0, "") if best is None else best_of(best)
         self._best: float | None = None  # value of the metric
 
@@ -122,7 +122,7 @@ class CheckpointHook(Hook):
         self._write(trainer, self.directory.checkpoint(trainer.step), background=background)
         self._saved_step = trainer.step
 
-    def _write(self, trainer: "Trainer", path: Path, *, background: bool, overwrite: bool = False) -> None:
+    def _write(self, trainer: "Trainer", path: Path | str, *, background: bool, overwrite: bool = False) -> None:
         options: dict[str, bool] = {"overwrite": True} if overwrite else {}
         if background:
             if self._writing is not None:
@@ -145,7 +145,7 @@ class CheckpointHook(Hook):
     def _delete_old(self, engine: Engine) -> None:
         if not self.keep or engine.mesh.rank != 0:
             return
-        from tensorshard.checkpoint.manifest import is_whole
+        from tensorshard.checkpoint.integrity import is_whole
 
         steps = self.directory.checkpoint_steps()
         old = [step for step in steps[: -self.keep] if not (self.keep_every and step % self.keep_every == 0)]

@@ -56,7 +56,7 @@ class AdapterExport:
     """A directory of adapters that is being written. It gets its own name when it is complete.
 
     Args:
-        directory: the path.
+        directory: the path, or a URL.
         structure: the model of peft.
         layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
         aliases: for every name of a parameter, the one in `layouts`.
@@ -72,7 +72,7 @@ class AdapterExport:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         structure: nn.Module,
         layouts: Mapping[str, torch.Tensor],
         aliases: Mapping[str, str],
@@ -84,7 +84,6 @@ class AdapterExport:
     ) -> None:
         max_bytes = check_arguments(dtype, max_shard_size)
         self._folder = weights_folder(directory, overwrite=overwrite)
-        self._temporary = self._folder.temporary
         self._dtype = dtype
         self._model: Any = without_values(structure, own_class)
         self._names = {
@@ -101,7 +100,7 @@ class AdapterExport:
                     f"max_shard_size is {max_bytes} bytes, but peft reads an adapter from one file, and that of "
                     f"{adapter!r} has {size} bytes; give at least that size"
                 )
-        self._folder.begin()
+        self._temporary = self._folder.begin()
         self._base_names = self._names_of_base(layouts)
         base_layouts = {base: layouts[first] for first, base in self._base_names.items()}
         self._base = (

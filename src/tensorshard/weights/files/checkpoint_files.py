@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from tensorshard.common.fetched import fetched
 from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import LocalStore, Store, open_store
 from tensorshard.weights.files.manifest import (
@@ -45,6 +46,9 @@ from tensorshard.weights.files.manifest import (
     read_manifest,
 )
 
+CONFIGS = ("config.json", "generation_config.json")
+"""The files that describe a model of transformers."""
+
 _DOCUMENT = "engine.json"
 _BLOCK = 8 << 20  # bytes that are read before they are copied, where they are not read to where they belong
 
@@ -52,8 +56,23 @@ _BLOCK = 8 << 20  # bytes that are read before they are copied, where they are n
 class WeightFile(ABC, Mapping[str, torch.Tensor]):
     """The tensors of one file, by name. Each is read when it is used."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = path
+
+    @property
+    def folder(self) -> str:
+        """Where the file is."""
+        return str(self.path).rpartition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The file's name there."""
+        return str(self.path).rpartition("/")[2]
+
+    @property
+    def size(self) -> int:
+        """The file's bytes."""
+        return Path(self.path).stat().st_size
 
     @abstractmethod
     def layout(self, name: str) -> torch.Tensor:
@@ -77,7 +96,7 @@ class StoredWeights:
 
     def describe(self) -> list[tuple[str, int]]:
         """Names and sizes of the files. They are equal on ranks that read the same files."""
-        return [(file.path.name, file.path.stat().st_size) for file in self.files]
+        return [(file.name, file.size) for file in self.files]
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -298,14 +317,30 @@ def open_checkpoint(path: Path | str) -> OpenCheckpoint:
     return OpenCheckpoint(store, document, metadata, None)
 
 
+def is_checkpoint_url(place: Path | str) -> bool:
+    """Whether `place` is the URL of a checkpoint. Not all of it may be there."""
+    return isinstance(place, str) and open_store(place).size(MANIFEST) is not None
+
+
+def local_configs(place: Path | str) -> Path:
+    """A folder of this machine with the configs of transformers that are in the folder or checkpoint `place`."""
+    if isinstance(place, Path):
+        return place
+    store = open_store(place)
+    manifest = read_manifest(store)  # in a store, each save gives its files new names
+    names = store.files() if manifest is None else list(manifest.files)
+    return fetched(place, {name: plain for name in names for plain in CONFIGS if name.rpartition("-")[2] == plain})
+
+
 class CheckpointWeights(WeightFile):
     """The tensors of a checkpoint, each joined from the pieces that the ranks wrote."""
 
     PREFIXES = ("model.", "buffers.")
 
-    def __init__(self, directory: Path) -> None:
-        self._checkpoint = open_checkpoint(directory)
-        super().__init__(directory / (MANIFEST if self._checkpoint.manifest is not None else ".metadata"))
+    def __init__(self, place: Path | str) -> None:
+        self._checkpoint = open_checkpoint(place)
+        self._file = MANIFEST if self._checkpoint.manifest is not None else ".metadata"
+        super().__init__(self._checkpoint.store.path_of(self._file))
         stored = self._checkpoint.metadata.state_dict_metadata
         self._keys = {
             key.partition(".")[2]: key
@@ -313,6 +348,10 @@ class CheckpointWeights(WeightFile):
             if key.startswith(self.PREFIXES) and isinstance(entry, TensorStorageMetadata)
         }
         self._layouts = {name: _on_meta(stored[key]) for name, key in self._keys.items()}
+
+    @property
+    def size(self) -> int:
+        return self._checkpoint.store.size(self._file) or 0
 
     @property
     def document(self) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorshard.common.folders import WholeFolder
+from tensorshard.common.uploads import UploadedFolder, folder_to_write
 from tensorshard.plan.field_checks import size_in_bytes
-from tensorshard.weights.files.checkpoint_files import is_of_transformers
+from tensorshard.weights.files.checkpoint_files import CONFIGS, is_of_transformers, local_configs
 from tensorshard.weights.files.transformers_weights import StoredNames
 
 MAX_SHARD_SIZE = "5GB"
@@ -42,7 +43,7 @@ class Export:
     """A directory of weights that is being written. It gets its own name when it is complete.
 
     Args:
-        directory: the path.
+        directory: the path, or a URL of an object store.
         structure: the model, for its names and config; None to keep names as they are.
         layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
         dtype: of floating-point tensors in the files; None to keep their own.
@@ -56,7 +57,7 @@ class Export:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         structure: nn.Module | None,
         layouts: Mapping[str, torch.Tensor],
         *,
@@ -97,13 +98,13 @@ def check_arguments(dtype: torch.dtype | None, max_shard_size: int | str) -> int
     return size
 
 
-def weights_folder(directory: Path, *, overwrite: bool) -> WholeFolder:
-    """A directory of weights that is about to be written.
+def weights_folder(directory: Path | str, *, overwrite: bool) -> WholeFolder | UploadedFolder:
+    """A directory of weights, or such a place in an object store, that is about to be written.
 
     Raises:
         FileExistsError: it is there, and must not be replaced.
     """
-    return WholeFolder(directory, _FILES, needed=4, kind="a directory of weights", overwrite=overwrite)
+    return folder_to_write(directory, _FILES, needed=4, kind="a directory of weights", overwrite=overwrite)
 
 
 def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
@@ -133,9 +134,10 @@ def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None =
         generation.save_pretrained(directory)
 
 
-def model_from_configs(directory: Path) -> nn.Module | None:
+def model_from_configs(place: Path | str) -> nn.Module | None:
     """The model that :func:`write_configs` described, on the meta device; None where there is no ``config.json``."""
-    if not (directory / "config.json").is_file():
+    directory = local_configs(place)
+    if not (directory / CONFIGS[0]).is_file():
         return None
     from tensorshard.weights.files.transformers_weights import model_of
 

@@ -13,10 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.common.kinds import kind_of
-from tensorshard.common.paths import as_path
+from tensorshard.common.stores import local_or_url
 from tensorshard.model.parameters import parameter_aliases
-from tensorshard.weights.files.checkpoint_files import StoredWeights, WeightFile, is_of_transformers
-from tensorshard.weights.files.weight_files import open_weight_files
+from tensorshard.weights.files.checkpoint_files import (
+    StoredWeights,
+    WeightFile,
+    is_of_transformers,
+    local_configs,
+)
+from tensorshard.weights.files.weight_files import on_this_machine, open_weight_files
 from tensorshard.weights.initial.source import TensorSource
 
 logger = logging.getLogger("tensorshard")
@@ -33,7 +38,7 @@ class PretrainedModel:
         build: the model's constructor.
     """
 
-    path: Path
+    path: Path | str
     build: Callable[[], nn.Module]
 
     def __call__(self) -> nn.Module:
@@ -77,7 +82,9 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
         path: a directory as Hugging Face writes it (``model.safetensors``, or several files and an index); or a file:
             ``.safetensors``, or a state dict by ``torch.save``, which may be the entry ``"state_dict"`` or ``"model"``
             of a dict; or a checkpoint of :meth:`tensorshard.Engine.save`, of which only the weights are taken.
-            Pickles that could run code raise an error.
+            Pickles that could run code raise an error. Or a URL of one of these that fsspec knows, such as
+            ``s3://bucket/model``: a checkpoint is read from there, and other files are copied to the folder of caches
+            first (``~/.cache/tensorshard``), once per machine.
         model: builds the ``nn.Module`` that the weights are for. By default, the class of transformers that
             ``config.json`` names.
 
@@ -95,8 +102,12 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
         >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-5)
         >>> engine = ts.parallelize(model, ts.Plan(), optimizer=adamw, loss_fn=torch.nn.functional.mse_loss)
     """
-    place = as_path(path, "a directory or a file of weights").expanduser()
-    if not place.exists():
+    place = local_or_url(path, "a directory or a file of weights")
+    if isinstance(place, str):
+        place = on_this_machine(place)
+    else:
+        place = place.expanduser()
+    if isinstance(place, Path) and not place.exists():
         raise FileNotFoundError(
             f"there is no file or directory {place}; a local one is needed, as nothing is downloaded. "
             f"huggingface_hub.snapshot_download(name) fetches one"
@@ -104,7 +115,8 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
     if model is None:
         from tensorshard.weights.files.transformers_weights import model_of
 
-        model = model_of(place if place.is_dir() else place.parent)
+        configs = local_configs(place)
+        model = model_of(configs if configs.is_dir() else configs.parent)
     elif not callable(model) or isinstance(model, nn.Module):
         raise TypeError(
             f"model is {kind_of(model)}; from_pretrained needs what builds it, such as a class or a lambda, so "
@@ -131,7 +143,7 @@ class _FileTensors(TensorSource):
         return self._made_of[stored]().to(self._layouts[name].dtype)
 
 
-def _stored(path: Path, module: nn.Module) -> StoredWeights:
+def _stored(path: Path | str, module: nn.Module) -> StoredWeights:
     stored = _find_stored(open_weight_files(path), module)
     if not stored.made_of:
         raise ValueError(
@@ -154,9 +166,7 @@ def _find_stored(files: list[WeightFile], module: nn.Module) -> StoredWeights:
     for file in files:
         for name in file:
             if name in where:
-                raise ValueError(
-                    f"{name!r} is in {where[name].path.name} and in {file.path.name}; each tensor has one file"
-                )
+                raise ValueError(f"{name!r} is in {where[name].name} and in {file.name}; each tensor has one file")
             where[name] = file
     wanted = module.state_dict(keep_vars=True)
     stored = StoredWeights(files)
@@ -174,7 +184,7 @@ def _find_stored(files: list[WeightFile], module: nn.Module) -> StoredWeights:
     if wrong:
         more = f"; {len(wrong) - 3} more differ" if len(wrong) > 3 else ""
         raise ValueError(
-            f"{files[0].path.parent} has the weights of another model than {type(module).__name__}: "
+            f"{files[0].folder} has the weights of another model than {type(module).__name__}: "
             f"{'; '.join(wrong[:3])}{more}. Give the model that they are of: from_pretrained(path, model=...)"
         )
     return stored
@@ -204,7 +214,7 @@ def _without_common_prefix(stored: Iterable[str], wanted: Iterable[str]) -> Call
     return lambda name: name
 
 
-def _check_same_files(stored: StoredWeights, path: Path, group: dist.ProcessGroup) -> None:
+def _check_same_files(stored: StoredWeights, path: Path | str, group: dist.ProcessGroup) -> None:
     files_of: list[Any] = [None] * group.size()
     dist.all_gather_object(files_of, stored.describe(), group=group)
     for rank, files in enumerate(files_of):
@@ -219,7 +229,7 @@ def _named(files: list[tuple[str, int]]) -> str:
     return ", ".join(f"{name} ({size} bytes)" for name, size in files[:4])
 
 
-def _report_missing(module: nn.Module, stored: StoredWeights, path: Path) -> None:
+def _report_missing(module: nn.Module, stored: StoredWeights, path: Path | str) -> None:
     aliases = parameter_aliases(module)
     given = {aliases.get(name, name) for name in stored.made_of}
     missing = [name for name in module.state_dict() if aliases.get(name, name) not in given]

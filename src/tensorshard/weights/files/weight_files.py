@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tensorshard.common.fetched import fetched
+from tensorshard.common.stores import open_store
 from tensorshard.weights.files.checkpoint_files import WeightFile
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -78,18 +80,44 @@ class _Pickled(WeightFile):
         return self._tensors[name].detach().to("meta")
 
 
-def open_weight_files(path: Path) -> list[WeightFile]:
+def on_this_machine(place: Path | str) -> Path | str:
+    """Where the files of weights at `place` can be opened: what is in an object store is copied, once per machine.
+
+    Checkpoints of tensorshard's are read from the store, a tensor at a time.
+
+    Args:
+        place: a path, or the URL of a folder, of a file, or of an index of files.
+    """
+    from tensorshard.weights.files.checkpoint_files import is_checkpoint_url  # which brings torch's checkpoints
+
+    if isinstance(place, Path) or is_checkpoint_url(place):
+        return place
+    folder, _, name = place.rstrip("/").rpartition("/")
+    if Path(name).suffix in (".safetensors", *_PICKLED):
+        return fetched(folder, {name: name}) / name
+    if name in _INDICES:
+        there = open_store(folder).files()
+        return fetched(folder, {file: file for file in there if file == name or not file.endswith(".json")}) / name
+    there = open_store(place).files()
+    if any(file.endswith(".safetensors") for file in there):  # then the same weights may be there as pickles, too
+        there = [file for file in there if Path(file).suffix not in _PICKLED]
+    if not there:
+        raise FileNotFoundError(f"there is no file or folder {place}")
+    return fetched(place, {file: file for file in there})
+
+
+def open_weight_files(path: Path | str) -> list[WeightFile]:
     """The files of weights at `path`.
 
     Args:
         path: a file; an index of files as Hugging Face writes it; a directory that has either, by Hugging Face's names,
-            or a single file of weights of any name; or a checkpoint of tensorshard's.
+            or a single file of weights of any name; or a checkpoint of tensorshard's, which alone may be a URL.
 
     Raises:
         FileNotFoundError: there is none, or the index names files that are not there.
         ValueError: a file cannot be read.
     """
-    if (path / "engine.json").is_file():
+    if isinstance(path, str) or (path / "engine.json").is_file():
         from tensorshard.weights.files.checkpoint_files import CheckpointWeights  # which brings torch's checkpoints
 
         return [CheckpointWeights(path)]

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import parity
 import tensorshard as ts
-from tensorshard.checkpoint.manifest import DamagedCheckpointError, check, is_whole, why_not_whole
+from tensorshard.checkpoint.integrity import DamagedCheckpointError, check, is_whole, why_not_whole
 from tensorshard.weights.files.checkpoint_files import open_checkpoint, read_tensors
 from tensorshard.weights.files.manifest import CHUNK, CheckedFile, ChecksummedWriter
 
