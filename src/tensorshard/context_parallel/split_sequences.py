@@ -68,6 +68,10 @@ class SplitSequences(WholeSequences):
         hook_root(model, RootRole.SPLIT_SEQUENCES, before=self._cut, with_kwargs=True)
         surround_root(model, RootRole.SPLIT_SEQUENCES, self.active)  # around the hook
 
+    @property
+    def gathered_operations(self) -> Mapping[tuple[str, str], int]:
+        return self.group.fallbacks
+
     def active(self) -> AbstractContextManager[object]:
         """Within this, the model and the loss compute with parts of sequences."""
         return self.group.active()
