@@ -58,6 +58,7 @@ class Cell:
         where: the line that raised the error.
         split_share: share of the weights that tp splits.
         kept_share: share of the weights that tp splits only in memory. Every rank computes with all of them.
+        gathered: names of operations that cp computed on whole sequences, since no rule knows them.
         cpu_seconds, wall_seconds: of ``parallelize`` on the first rank.
         compared: "fp32", "fp64" if fp32 left doubt, or "bf16"; with ", compiled" if one process was compiled too.
         with_samples: the result with ``sample_inputs``, if the default call was not exact or split nothing.
@@ -69,6 +70,7 @@ class Cell:
     where: str = ""
     split_share: float | None = None
     kept_share: float | None = None
+    gathered: list[str] = field(default_factory=list)
     cpu_seconds: float | None = None
     wall_seconds: float | None = None
     compared: str = "fp32"
@@ -198,7 +200,7 @@ class CellRunner:
             return failed, None
         found: Trained = torch.load(path, **_SAVE)
         Path(path).unlink()
-        cell = Cell("exact", split_share=found.split_share, kept_share=found.kept_share)
+        cell = Cell("exact", split_share=found.split_share, kept_share=found.kept_share, gathered=found.gathered)
         cell.cpu_seconds, cell.wall_seconds = round(found.cpu_seconds, 2), round(found.wall_seconds, 2)
         return cell, found
 

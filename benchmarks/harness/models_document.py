@@ -1,7 +1,7 @@
 """The tables of ``docs/models.md``, from the results files."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -86,7 +86,21 @@ def _counts(cells: Cells) -> str:
             f"when their module is called, are among these; without them it is at least half for "
             f"{sum(share >= 0.5 for share in computed)} and 90% for {sum(share >= 0.9 for share in computed)}.",
         ]
+    cut = [cell for case, key, cell in cells if key == "cp" and case.is_sequence]
+    if cut:
+        lines += ["", _gathered_operations(cut)]
     return "\n".join(lines)
+
+
+def _gathered_operations(cells: Sequence[Cell]) -> str:
+    """How many sequence models cp computes by rules alone, and which operations of the others need whole sequences."""
+    counts = Counter(operation for cell in cells for operation in cell.gathered)
+    by_rules = sum(not cell.gathered for cell in cells)
+    often = ", ".join(f"`{operation}` ({count})" for operation, count in counts.most_common(6))
+    return (
+        f"cp 2 computes {by_rules} of {len(cells)} sequence models without an operation that needs whole sequences. Of "
+        f"the others at least one operation is computed whole, most often {often}."
+    )
 
 
 def _is_exact_somehow(cell: Cell) -> bool:

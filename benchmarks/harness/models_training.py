@@ -32,6 +32,8 @@ class Trained:
         wall_seconds, cpu_seconds: of ``parallelize``.
         split_share: share of the weights that tp splits.
         kept_share: share of the weights that tp splits only in memory. Every rank computes with all of them.
+        gathered: names of operations that cp computed on whole sequences.
+        moved: how far training took each entry of the state dict, at most.
     """
 
     losses: list[float]
@@ -40,6 +42,7 @@ class Trained:
     cpu_seconds: float = 0.0
     split_share: float | None = None
     kept_share: float | None = None
+    gathered: list[str] = field(default_factory=list)
     moved: dict[str, float] = field(default_factory=dict)
 
 
@@ -113,9 +116,10 @@ def train_under(
         progress["stage"] = f"step {step + 1}"
         drawn = tree_map(partial(_ordered, order), batch(case, step, dtype))
         losses.append(engine.step(*_part(drawn, engine.mesh.dp_rank, engine.mesh.dp_size)).item())
+    gathered = sorted({operation for operation, _ in engine.sharded.sequences.gathered_operations})
     progress["stage"] = "state"
     state = engine.full_state_dict()
-    return Trained(losses, state, wall, cpu, share, getattr(table, "kept_share", None))
+    return Trained(losses, state, wall, cpu, share, getattr(table, "kept_share", None), gathered)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

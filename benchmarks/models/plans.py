@@ -40,6 +40,7 @@ PLANS = {
         PlanCase("pp", "pp 2", 2, dict(pp=2, micro_batches=2)),
         PlanCase("tp-pp", "tp 2 x pp 2", 4, dict(tp=2, pp=2, micro_batches=2)),
         PlanCase("sp", "tp 2, sequence parallel", 2, dict(tp=2, sequence_parallel=True)),
+        PlanCase("cp", "cp 2", 2, dict(cp=2)),
         PlanCase("bf16", "ZeRO 3, bf16", 2, dict(zero=3, precision="bf16"), splits_batch=2),
         PlanCase("full", "ZeRO 3, recompute full", 2, dict(zero=3, recompute="full"), splits_batch=2),
         PlanCase("selective", "ZeRO 3, recompute selective", 2, dict(zero=3, recompute="selective"), splits_batch=2),

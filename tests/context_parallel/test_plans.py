@@ -10,6 +10,7 @@ from torch import nn
 
 import parity
 import tensorshard as ts
+from tensorshard.context_parallel.split_sequences import first_sequence, sequence_dim
 
 # id: (model, ranks, fields of the plan)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -249,3 +250,22 @@ def test_wrong_dimensions_of_sequences(ranks):
     assert "cp_dims is ['tokens']" in _refused(lambda: ts.Plan(cp=2, cp_dims=["tokens"]))
     assert "cp_dims names 'words', but the model was called with 'tokens'" in ranks(2, _wrong_dims, {"words": 1})[0]
     assert "dimension 4 of 'tokens' is its sequence" in ranks(2, _wrong_dims, {"tokens": 4})[0]
+
+
+def test_which_dimension_of_an_input_is_a_sequence():
+    ids, decoder = torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 7, dtype=torch.int64)
+    named = {"weight": torch.zeros(2), "input_ids": ids, "decoder_input_ids": decoder}
+    first = first_sequence(named)
+    assert first is not None and first[0] is ids and first[1] == 1
+    expected = [
+        (torch.zeros(2), None),  # a number for each sample
+        (torch.zeros(2, 12), 1),  # a mask
+        (torch.zeros(2, 1, 12, 12), 2),
+        (decoder, 1),
+        (torch.zeros(2, 3, dtype=torch.int64), None),  # too short to be another sequence
+        (torch.zeros(2, 7), None),  # features of a sample
+    ]
+    assert [sequence_dim(leaf, *first, shortest=4) for leaf, _ in expected] == [dim for _, dim in expected]
+    image = torch.zeros(2, 3, 32, 16)
+    assert first_sequence({"pixel_values": image}) == (image, 2)
+    assert first_sequence({"weight": torch.zeros(2)}) is None

@@ -68,6 +68,10 @@ class SplitSequences(WholeSequences):
         hook_root(model, RootRole.SPLIT_SEQUENCES, before=self._cut, with_kwargs=True)
         surround_root(model, RootRole.SPLIT_SEQUENCES, self.active)  # around the hook
 
+    @property
+    def gathered_operations(self) -> Mapping[tuple[str, str], int]:
+        return self.group.fallbacks
+
     def active(self) -> AbstractContextManager[object]:
         """Within this, the model and the loss compute with parts of sequences."""
         return self.group.active()
@@ -103,8 +107,8 @@ class SplitSequences(WholeSequences):
         self.order.has_run = True
         named = self._named(args, kwargs)
         if self._dims is None:
-            length = sequence_length(named)
-            given = {name: tree_map(lambda leaf: self._cut_leaf(leaf, length), value) for name, value in named.items()}
+            first = first_sequence(named)
+            given = {name: tree_map(lambda leaf: self._cut_leaf(leaf, first), value) for name, value in named.items()}
         else:
             unknown = sorted(self._dims.keys() - named.keys())
             if unknown:
@@ -119,10 +123,12 @@ class SplitSequences(WholeSequences):
     def crossing(self, inputs: Any) -> Crossing:
         named = self._named(*call_arguments(inputs))
         if self._dims is None:
-            lengths = [sequence_length(named)]
+            first = first_sequence(named)
+            leaves = [(leaf, self._dim(leaf, first)) for value in named.values() for leaf in tree_leaves(value)]
+            lengths = [leaf.shape[dim] for leaf, dim in leaves if dim is not None]
         else:
             lengths = [named[name].shape[dim] for name, dim in self._dims.items() if name in named]
-        return _CrossingParts(self.group, [self._layout(length) for length in lengths if length is not None])
+        return _CrossingParts(self.group, [self._layout(length) for length in dict.fromkeys(lengths)])
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self._names(len(args)), args, strict=True)), **kwargs}
@@ -132,9 +138,12 @@ class SplitSequences(WholeSequences):
         names = self._parameters[:count]
         return [*names, *(f"input {index}" for index in range(len(names), count))]
 
-    def _cut_leaf(self, leaf: Any, length: int | None) -> Any:
-        dim = None if length is None else sequence_dim(leaf, length)
+    def _cut_leaf(self, leaf: Any, first: tuple[torch.Tensor, int] | None) -> Any:
+        dim = self._dim(leaf, first)
         return leaf if dim is None else self._cut_along(leaf, dim)
+
+    def _dim(self, leaf: Any, first: tuple[torch.Tensor, int] | None) -> int | None:
+        return None if first is None else sequence_dim(leaf, *first, shortest=2 * self.group.size)
 
     def _cut_named(self, name: str, value: Any) -> Any:
         assert self._dims is not None
@@ -197,8 +206,8 @@ class _CrossingParts(Crossing):
         return dim, contiguous(shape[dim], self._group.size)
 
 
-def sequence_length(named: Mapping[str, Any]) -> int | None:
-    """The length of the sequence among these inputs: that of the first tensor with samples and positions.
+def first_sequence(named: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
+    """The first input with samples and positions, and the dimension of its sequence.
 
     Token ids and embeddings have it in their second dimension. An image has it in its third one, its rows.
     """
@@ -207,12 +216,29 @@ def sequence_length(named: Mapping[str, Any]) -> int | None:
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
                 dim = 1 if leaf.dim() < 4 else 2
                 if leaf.shape[dim] > 1:
-                    return leaf.shape[dim]
+                    return leaf, dim
     return None
 
 
-def sequence_dim(leaf: Any, length: int) -> int | None:
-    """Which dimension of an input is the sequence of `length`: the first one of that length after the samples."""
+def sequence_dim(leaf: Any, first: torch.Tensor, dim: int, *, shortest: int) -> int | None:
+    """Which dimension of an input is a sequence, if any.
+
+    It is the first dimension after the samples that is as long as the sequence of `first`. What looks as `first` does,
+    or holds token ids, may be another sequence, such as a decoder's.
+
+    Args:
+        first: the first input that has a sequence, in its dimension `dim`.
+        shortest: another sequence has this length at least.
+    """
     if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
         return None
-    return next((dim for dim in range(1, leaf.dim()) if leaf.shape[dim] == length), None)
+    for candidate in range(1, leaf.dim()):
+        if leaf.shape[candidate] == first.shape[dim]:
+            return candidate
+    if (leaf.dim(), leaf.dtype) == (first.dim(), first.dtype):
+        other = dim
+    elif leaf.dim() == 2 and leaf.dtype in (torch.int64, torch.int32):
+        other = 1
+    else:
+        return None
+    return other if leaf.shape[other] >= shortest else None

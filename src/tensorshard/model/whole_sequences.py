@@ -90,6 +90,11 @@ class WholeSequences:
     are_split = False
     order: PositionOrder | None = None
 
+    @property
+    def gathered_operations(self) -> Mapping[tuple[str, str], int]:
+        """(operation, line of the user's code) -> how often it was computed on whole sequences: no rule knows it."""
+        return {}
+
     def active(self) -> AbstractContextManager[object]:
         """Within this, the model and the loss compute with parts of sequences."""
         return nullcontext()
