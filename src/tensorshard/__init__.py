@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tensorshard.distributed import init_process_group
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
+    from tensorshard.engine.loss_terms import LossTerm
     from tensorshard.engine.model_loss import model_loss
     from tensorshard.parallelize.parallelize import parallelize
     from tensorshard.plan.mesh import Mesh
@@ -34,6 +35,7 @@ __all__ = [
     "Engine",
     "Estimate",
     "FoundPlan",
+    "LossTerm",
     "Mesh",
     "Offload",
     "Plan",
@@ -69,6 +71,7 @@ _MODULES = {
     "Engine": "tensorshard.engine",
     "Estimate": "tensorshard.predict",
     "FoundPlan": "tensorshard.predict.search",
+    "LossTerm": "tensorshard.engine.loss_terms",
     "Mesh": "tensorshard.plan.mesh",
     "PlanSearch": "tensorshard.predict.search",
     "Verification": "tensorshard.verify.verification",

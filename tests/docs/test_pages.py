@@ -43,6 +43,7 @@ RANKS = {
     "docs/exactness.md": 4,
     "docs/heads.md": 2,
     "docs/logits.md": 2,
+    "docs/losses.md": 2,
     "docs/offload.md": 1,
     "docs/optimizers.md": 2,
     "docs/pipelines.md": 4,

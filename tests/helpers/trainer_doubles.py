@@ -21,6 +21,7 @@ class CountingEngine:
         self.device = torch.device("cpu")
         self.step_count = 0
         self.grad_norm: float | None = None
+        self.metrics: dict[str, Tensor] = {}
         self.saved: dict[str, dict[str, Any]] = {}
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:

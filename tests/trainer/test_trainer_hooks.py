@@ -230,14 +230,14 @@ def test_the_logged_rate_is_the_one_that_the_step_was_taken_with() -> None:
     assert [notebook.lines[step]["lr"] for step in (1, 2, 3, 4)] == pytest.approx([0.05, 0.1, 0.1, 0.05])
 
 
-def test_the_gradient_norm_is_logged_where_there_is_one() -> None:
+def test_the_gradient_norm_and_metrics_are_logged_where_there_are_any() -> None:
     engine = CountingEngine()
     notebook = Notebook()
     _trainer([LoggingHook([notebook])], engine=engine, max_steps=1).fit()
     assert "grad_norm" not in notebook.lines[1]
-    engine.grad_norm = 1.5
+    engine.grad_norm, engine.metrics = 1.5, {"kl": torch.tensor(0.25)}
     _trainer([LoggingHook([notebook])], engine=engine, max_steps=2).fit()
-    assert notebook.lines[2]["grad_norm"] == 1.5
+    assert notebook.lines[2]["grad_norm"] == 1.5 and notebook.lines[2]["kl"] == 0.25
 
 
 def test_peak_memory_is_recorded() -> None:

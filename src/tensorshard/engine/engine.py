@@ -27,9 +27,11 @@ from tensorshard.engine.last_batch import BatchShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
+from tensorshard.engine.loss_terms import takes_model
+from tensorshard.engine.loss_with_model import LossWithModelRunner
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.manual_loop import ManualLoop
-from tensorshard.engine.measures import Metrics, check_loader, gathered_batches, pair
+from tensorshard.engine.measures import Metrics, check_loader, gathered_batches, is_loader, pair
 from tensorshard.engine.model_loss import MeansWithoutGraphs, model_loss
 from tensorshard.engine.optimizer import (
     OptimizerFactory,
@@ -41,7 +43,14 @@ from tensorshard.engine.optimizer import (
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
 from tensorshard.engine.state import StateMethods
-from tensorshard.engine.step import StepAgain, StepLoss, StepRunner, WholeModelStepRunner
+from tensorshard.engine.step import (
+    StepAgain,
+    StepLoss,
+    StepRunner,
+    WholeModelStepRunner,
+    mean_metrics,
+    mean_over_batches,
+)
 from tensorshard.host.process_settings import HostHeap
 from tensorshard.model.buffers import BufferValues, Registration
 from tensorshard.model.call_stack import users_line
@@ -76,6 +85,8 @@ class Engine(LoopMethods, StateMethods):
         scaler: the loss scaler of fp16, or None.
         call_watch: finds ranks that keep the others waiting. Its ``stacks`` is the folder where all ranks then write
             their stacks; None for none.
+        metrics: means over the global batch of what ``loss_fn(model, batch)`` returned by name, in the last
+            :meth:`step` or :meth:`evaluate`: a dict of fp32 scalars, the same on every rank (``docs/losses.md``).
         random: the random streams for dropout and the like, within the Engine's calls and the model's forward. torch's
             global generators are left to you.
 
@@ -117,9 +128,7 @@ class Engine(LoopMethods, StateMethods):
         self._steps = StepCounter(heap, mesh, warns=mesh.rank == 0)
         self.scaler = LossScaler() if plan.precision == "fp16" else None
         self._means = UnevenMeans(mesh, plan.micro_batches)
-        objective = Objective(loss_fn, plan.precision, device, sharded.calling_user, self._means)
         self._penalties = Penalties(sharded, mesh, device)
-        self._step_runner = _step_runner_for(sharded, plan, mesh, objective, device)
         self.random = random
         self._seed = seed
         self.loaders = EngineLoaders()
@@ -163,7 +172,6 @@ class Engine(LoopMethods, StateMethods):
             self._optimizer, again, sharded, self._owners, reserved=self._update.reserves_states
         )
         batch_buffers = BatchBuffers(sharded, mesh, device)
-        self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
         complete_update(
             self._optimizer,
             sharded,
@@ -180,6 +188,15 @@ class Engine(LoopMethods, StateMethods):
         )
         self._shares = BatchShares(self.loaders, mesh)
         self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares, self._means)
+        self._step_runner = _step_runner_for(
+            sharded,
+            plan,
+            mesh,
+            Objective(loss_fn, plan.precision, device, sharded.calling_user, self._means),
+            self._forwards,
+        )
+        self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
+        self.metrics: dict[str, torch.Tensor] = {}
         self._manual_loop = ManualLoop(
             sharded,
             self._optimizer,
@@ -206,21 +223,23 @@ class Engine(LoopMethods, StateMethods):
 
     # -- one step --
 
-    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def step(self, inputs: Any, targets: Any = _NOTHING) -> torch.Tensor:
         """One optimizer step on this data rank's batch, with all its micro-batches. Older gradients are discarded.
 
         Every rank calls it. Ranks that differ only along tp, cp or pp pass the same batch.
 
         Args:
             inputs: a tensor, or a tuple or dict of tensors (positional or keyword arguments of the model). The first
-                dimension of each is the samples.
-            targets: what the loss function takes besides the output. The first dimension is the samples.
+                dimension of each is the samples. For a ``loss_fn(model, batch)``: the batch, any nest of tensors.
+            targets: what the loss function takes besides the output. The first dimension is the samples. Left out for a
+                ``loss_fn(model, batch)``, which otherwise gets the pair as its batch.
 
         Returns:
             The mean loss over the global batch before the update, with the penalties of :meth:`add_penalty`: a scalar,
             the same on every rank.
 
         Raises:
+            TypeError: there are no targets, and the loss function is a ``loss_fn(output, targets)``.
             ValueError: the batch does not split into ``plan.micro_batches`` equal parts. One of :meth:`loader` may be
                 uneven, if each rank has a sample of it for each micro-batch, or it is the epoch's last, smaller one.
                 Ranks that differ only along tp, cp or pp pass different batches; the loss does not depend on the model.
@@ -230,6 +249,7 @@ class Engine(LoopMethods, StateMethods):
         streams are as before, and training can go on. If only one rank raises, the others raise within seconds and
         name it (on NCCL, after the timeout of their groups), and the process group cannot be used any more.
         """
+        targets = self._targets("step", targets)
         before = self._buffers_before()
         self._manual_loop.forget()
         try:
@@ -245,6 +265,17 @@ class Engine(LoopMethods, StateMethods):
         self._changing = self._changing or set()
         self._changing.update((id(module), name) for places in before.changed() for module, name in places)
         return loss
+
+    def _targets(self, call: str, targets: Any) -> Any:
+        """What a call was given as targets; None where a ``loss_fn(model, batch)`` needs none."""
+        if targets is not _NOTHING:
+            return targets
+        if not takes_model(self.loss_fn):
+            raise TypeError(
+                f"engine.{call} was given a batch without targets, and loss_fn is called as loss_fn(output, targets): "
+                f"pass engine.{call}(inputs, targets), or a loss_fn(model, batch), which calls the model itself"
+            )
+        return None
 
     def _buffers_before(self) -> BufferValues:
         def wanted(buffer: torch.Tensor, places: list[Registration]) -> bool:
@@ -267,7 +298,7 @@ class Engine(LoopMethods, StateMethods):
                 tolerance=1e-4 if self.plan.precision == "fp32" else 1e-2,
             )
 
-    def replay(self, inputs: Any, targets: Any) -> None:
+    def replay(self, inputs: Any, targets: Any = _NOTHING) -> None:
         """Runs forward and backward of a micro-batch twice and compares the bits. Nothing is changed.
 
         A processor or memory that returns a wrong number now and then is found so. The first micro-batch is taken, all
@@ -279,6 +310,8 @@ class Engine(LoopMethods, StateMethods):
             ReplayMismatchError: some rank computed something else the second time, which the message names. Every rank
                 raises it.
         """
+
+        targets = self._targets("replay", targets)
 
         def once() -> None:
             before = self._buffers_before()
@@ -316,6 +349,7 @@ class Engine(LoopMethods, StateMethods):
             self._update.step(self._gradients.trained.values(), checked.scale)
         self._optimizer.zero_grad(set_to_none=True)
         self._steps.count()
+        self.metrics = mean_metrics([loss])
         return mean
 
     @property
@@ -355,6 +389,7 @@ class Engine(LoopMethods, StateMethods):
 
             loss = engine.evaluate(inputs, targets)
             loss = engine.evaluate(loader)
+            loss = engine.evaluate(batch)  # of a loss_fn(model, batch)
             accuracy = engine.evaluate(loader, metrics=torchmetrics.classification.MulticlassAccuracy(10))
             found = engine.evaluate(loader, metrics={"accuracy": ..., "confusion": ...})
 
@@ -365,7 +400,7 @@ class Engine(LoopMethods, StateMethods):
 
         Args:
             inputs: this data rank's inputs, as for :meth:`step`; or a loader of batches ``(inputs, targets)``, without
-                `targets`.
+                `targets`. For a ``loss_fn(model, batch)`` a batch, or a loader of batches.
             targets: this data rank's targets.
             metrics: an object with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as torchmetrics has
                 them, or a dict of such by name. It is reset before and afterwards. Modules are moved to the Engine's
@@ -380,20 +415,24 @@ class Engine(LoopMethods, StateMethods):
             TypeError: a batch without targets; a loader's batch is not a pair; something in `metrics` is no metric.
             ValueError: the loader fills up its last batch with samples that it has given already.
         """
+        if targets is _NOTHING and takes_model(self.loss_fn) and metrics is None and not is_loader(inputs):
+            targets = None
         if targets is _NOTHING:
             check_loader(inputs)
             if metrics is not None:
                 batches = gathered_batches(inputs, self.predict, self._step_runner.batches, self.mesh, self.device)
                 return Metrics(metrics, self.device).evaluate(batches)
-            losses = [self._evaluate(*pair(batch)) for batch in inputs]
+            as_pair = (lambda batch: (batch, None)) if takes_model(self.loss_fn) else pair
+            losses = [self._evaluate(*as_pair(batch)) for batch in inputs]
             if not losses:
                 raise ValueError("engine.evaluate was given a loader without a batch; it needs at least one")
-            counts = torch.stack([loss.count for loss in losses])
-            means = torch.stack([loss.mean for loss in losses])
-            return ((means * counts).sum() / counts.sum()).to(means.dtype)
+            self.metrics = mean_metrics(losses)
+            return mean_over_batches(losses)
         if metrics is not None:
             raise TypeError("engine.evaluate was given targets and metrics; metrics are those of a loader's batches")
-        return self._evaluate(inputs, targets).mean
+        loss = self._evaluate(inputs, targets)
+        self.metrics = mean_metrics([loss])
+        return loss.mean
 
     def _evaluate(self, inputs: Any, targets: Any) -> StepLoss:
         counts = MeansWithoutGraphs() if self.loss_fn is model_loss else nullcontext()
@@ -525,8 +564,15 @@ class Engine(LoopMethods, StateMethods):
 
 
 def _step_runner_for(
-    sharded: ShardedModel, plan: Plan, mesh: Mesh, objective: Objective, device: torch.device
+    sharded: ShardedModel,
+    plan: Plan,
+    mesh: Mesh,
+    objective: Objective,
+    forwards: ManualForwards,
 ) -> StepRunner:
+    device = objective.device
+    if takes_model(objective.loss_fn):
+        return LossWithModelRunner(sharded, plan, mesh, objective, device, forwards=forwards)
     if plan.pp == 1:
         return WholeModelStepRunner(sharded, plan, mesh, objective, device)
     from tensorshard.engine.pipeline_step import PipelineStepRunner

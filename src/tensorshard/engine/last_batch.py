@@ -20,7 +20,7 @@ from tensorshard.model.buffers import STATISTICS
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.modules import BatchNormBase, own_buffers
-from tensorshard.torch_private.pytree import tree_map
+from tensorshard.torch_private.pytree import tree_map, tree_tensors
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,42 @@ class ShortBatches:
             return [MicroBatch(*part) for part in split_unevenly(inputs, targets, micro_batches)]
         parts = max(1, min(micro_batches, max(found)))
         return self._filled(inputs, targets, parts, self._sample(inputs, targets, found))
+
+    def split_nest(self, batch: Any, micro_batches: int, *, evenly: bool = True) -> list[MicroBatch]:
+        """The micro-batches of a batch of any structure, as inputs without targets. For an epoch's last batch this may
+        be a collective of the data ranks.
+
+        Args:
+            evenly: whether their sizes must be equal, unless a loader handed out the batch.
+
+        Raises:
+            ValueError: its tensors have different first dimensions, so that it cannot be cut into several; or it
+                cannot be cut into equal parts.
+        """
+        if self._can_be_cut(batch):
+            if not evenly:
+                return self.split_for_evaluation(batch, None, micro_batches)
+            return self.split(batch, None, micro_batches, all_of_them=False)
+        if micro_batches == 1:
+            return [MicroBatch(batch, None)]
+        sizes = sorted({tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()})
+        raise ValueError(
+            f"a batch whose tensors have the first dimensions {', '.join(map(str, sizes)) or 'of nothing'} was given "
+            f"under micro_batches={micro_batches}, which cuts all tensors along their samples: let the first dimension "
+            f"of each be the samples, or set micro_batches=1"
+        )
+
+    def _can_be_cut(self, batch: Any) -> bool:
+        """Whether the tensors of a batch have the samples as their first dimension, on every data rank."""
+        can = isinstance(batch, torch.Tensor | tuple | list | dict) and (
+            len({tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()}) == 1
+        )
+        is_last = any(loader.short is not None for loader in self._loaders.by_name.values())
+        if not is_last or self._loaders.known((batch, None)) is not None or self._mesh.dp_size == 1:
+            return can
+        answers: list[Any] = [can] * self._mesh.dp_size
+        dist.all_gather_object(answers, can, group=self._mesh.dp_group)
+        return all(answers)
 
     def filled_up(self, batch: Any) -> tuple[Any, Any, int] | None:
         """Inputs of as many samples as the data rank with the most has, this rank's targets, and the number of its

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_reduce_, finish_unasked
 from tensorshard.engine.guards.uneven_means import UnevenMeans
@@ -96,13 +97,19 @@ def sum_and_count(loss: Any, device: torch.device, what: str, verb: str) -> tupl
     if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
         total, count = loss
         _check_count(count, what)
-        return total, torch.as_tensor(count, dtype=torch.float32, device=device).detach()
+        return _whole(total), torch.as_tensor(count, dtype=torch.float32, device=device).detach()
     if not _is_scalar(loss) or loss.is_complex():
         raise TypeError(
             f"{what} {_described(loss)}; it must {verb} a scalar tensor, the mean over the samples, or "
             f"a tuple (sum, count) of a scalar tensor and the number of samples or tokens that it is a sum over"
         )
-    return loss, None
+    return _whole(loss), None
+
+
+def _whole(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that was computed from sharded weights alone, with its value on every rank: it is weighed by samples, of
+    which ranks may have different numbers."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 class GlobalLoss:

@@ -54,6 +54,7 @@ class ManualForwards:
         self._shares = shares
         self._means = means
         self._in_forward = False
+        self._in_loss = False  # whether the loss function of an Engine call runs, whose batch was compared already
         if plan.pp > 1:  # its stages cannot be called
             return
         model = sharded.model
@@ -74,6 +75,18 @@ class ManualForwards:
             self.is_engine_call = before
 
     @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """A context, within :meth:`inside_engine_call`, for a loss function that calls the model: its forwards are the
+        user's, as in a loop of one's own."""
+        before = self.is_engine_call, self._in_loss
+        self.is_engine_call, self._in_loss = False, True
+        try:
+            with self._sharded.calling_user():
+                yield
+        finally:
+            self.is_engine_call, self._in_loss = before
+
+    @contextmanager
     def _whole_forward(self) -> Iterator[None]:
         before, self._in_forward = self._in_forward, True
         try:
@@ -90,7 +103,7 @@ class ManualForwards:
         return not self.is_engine_call and not self._in_forward
 
     def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.is_engine_call or not torch.is_grad_enabled():
+        if self.is_engine_call or self._in_loss or not torch.is_grad_enabled():
             return
         self._shares.note_inputs((args, kwargs))
         self._means.note_batch((args, kwargs))

@@ -244,6 +244,11 @@ def pair(batch: Any) -> tuple[Any, Any]:
     return inputs, targets
 
 
+def is_loader(value: Any) -> bool:
+    """Whether `value` gives batches, and is no batch itself."""
+    return isinstance(value, Iterable) and not isinstance(value, torch.Tensor | tuple | list | Mapping)
+
+
 def check_loader(loader: Any) -> None:
     """Checks what :meth:`tensorshard.Engine.evaluate` was given in place of inputs and targets.
 
@@ -251,7 +256,7 @@ def check_loader(loader: Any) -> None:
         TypeError: it is one batch, or cannot be iterated.
         ValueError: it gives some samples twice.
     """
-    if isinstance(loader, torch.Tensor | tuple | list | Mapping) or not isinstance(loader, Iterable):
+    if not is_loader(loader):
         raise TypeError(
             f"engine.evaluate was given {kind_of(loader)} alone; it takes (inputs, targets), or a loader of "
             f"such batches"

@@ -1,9 +1,9 @@
 """Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +28,31 @@ class StepLoss:
     Args:
         mean: the global mean loss, on every rank.
         correction: the factor that the gradients still need; None for no factor.
-        count: the global count that it is a mean over, in fp64.
+        count: the global count that it is a mean over, in fp64; of each of its `terms`.
+        terms: the global means of the terms that `mean` is the sum of: [terms]; None for a loss without terms.
+        metrics: the global sum and count, [2] in fp64, of each value that the loss function returned beside it.
     """
 
     mean: torch.Tensor
     correction: torch.Tensor | None
     count: torch.Tensor
+    terms: torch.Tensor | None = None
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def mean_over_batches(losses: Sequence[StepLoss]) -> torch.Tensor:
+    """The mean loss over all samples of several batches; each term's by its own count."""
+    means = torch.stack([loss.mean if loss.terms is None else loss.terms for loss in losses])
+    counts = torch.stack([loss.count for loss in losses])
+    total = counts.sum(0)
+    return ((means * counts).sum(0) / torch.where(total == 0, 1.0, total)).sum().to(means.dtype)
+
+
+def mean_metrics(losses: Sequence[StepLoss]) -> dict[str, torch.Tensor]:
+    """The means over all samples of several batches: fp32 scalars, NaN for a count of zero."""
+    names = dict.fromkeys(name for loss in losses for name in loss.metrics)
+    totals = {name: torch.stack([m.metrics[name] for m in losses if name in m.metrics]).sum(0) for name in names}
+    return {name: (total[0] / total[1]).float() for name, total in totals.items()}
 
 
 class StepAgain(Exception):
@@ -108,12 +127,18 @@ class WholeModelStepRunner(StepRunner):
     def _train(self, parts: list[MicroBatch], loss_scale: float) -> StepLoss:
         tally = self._tally = LossTally(self._mesh)
         for index, part in enumerate(parts):
-            with (
-                nullcontext() if part.counts else ignored_in_statistics(self._sharded.model)
-            ):  # in recomputed forwards, too
+            with self._statistics_of(part):  # in recomputed forwards, too
                 self._train_part(part, tally, loss_scale, last=index == len(parts) - 1, micro_batches=len(parts))
         self._sharded.finish_backward()
-        return StepLoss(tally.mean(), tally.correction(), tally.count())
+        return self._result(tally)
+
+    def _result(self, tally: LossTally, *, trains: bool = True) -> StepLoss:
+        """What the micro-batches of a step, or of an evaluation, have added up to."""
+        return StepLoss(tally.mean(), tally.correction() if trains else None, tally.count())
+
+    def _statistics_of(self, part: MicroBatch) -> AbstractContextManager[None]:
+        """Around forwards of a micro-batch: a sample that stands in is in no batch statistic."""
+        return nullcontext() if part.counts else ignored_in_statistics(self._sharded.model)
 
     def _train_part(
         self, part: MicroBatch, tally: LossTally, loss_scale: float, *, last: bool, micro_batches: int
@@ -135,10 +160,10 @@ class WholeModelStepRunner(StepRunner):
         tally = LossTally(self._mesh)
         with self._sharded.outputs_for_loss():
             for part in parts:
-                with nullcontext() if part.counts else ignored_in_statistics(self._sharded.model):
+                with self._statistics_of(part):
                     tally.add(*self._loss(part), micro_batches=len(parts))
         tally.start_total()
-        return StepLoss(tally.mean(), None, tally.count())
+        return self._result(tally, trains=False)
 
     def predict(self, inputs: Any, *, compare: Any) -> Any:
         if compare is not None:

@@ -34,7 +34,7 @@ from tensorshard.model.blocks import find_blocks
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.model.whole_sequences import PositionOrder
-from tensorshard.parallelize.checks import as_device, check_arguments, check_model
+from tensorshard.parallelize.checks import as_device, check_arguments, check_model, check_stages
 from tensorshard.parallelize.decisions import Decisions
 from tensorshard.parallelize.parallel_layers import split_by_hand
 from tensorshard.parallelize.parallelized_models import (
@@ -84,6 +84,7 @@ def build_engine(
     check_arguments(model, plan, optimizer, loss_fn, seed)
     device = default_device() if device is None else as_device(device)
     plan = plan.resolve(world_size())
+    check_stages(loss_fn, plan)
     check_supported(plan.precision, device)
     patience = as_timedelta(timeout)
     # Parallel layers that were built by hand know their parts only if their parameters have values.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.world import default_device
 from tensorshard.common.kinds import kind_of
 from tensorshard.engine.combined_optimizer import ByParameter
+from tensorshard.engine.loss_terms import takes_model
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import select_modules
 from tensorshard.model.parameters import check_own_memory
@@ -48,6 +49,7 @@ def check_arguments(model: Any, plan: Any, optimizer: Any, loss_fn: Any, seed: A
             f"loss_fn is the class {loss_fn.__name__} itself; it must be an object of it: pass {loss_fn.__name__}()"
         )
     _check_takes_two(loss_fn)
+    check_stages(loss_fn, plan)
     _check_has_no_parameters(loss_fn)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise (ValueError if isinstance(seed, int) else TypeError)(
@@ -98,13 +100,28 @@ def _check_is_model(model: Any) -> None:
         )
 
 
+def check_stages(loss_fn: Any, plan: Plan) -> None:
+    """Refuses a loss function that calls a model of which each rank has some stages.
+
+    Raises:
+        ValueError: it takes the model, and the plan has a pipeline.
+        TypeError: it takes the model, but not first.
+    """
+    if takes_model(loss_fn) and plan.pp > 1:
+        raise ValueError(
+            f"loss_fn takes the model and pp={plan.pp} was given, but no rank of a pipeline has all of the model, so "
+            f"none can call it: set pp=1 (tp and zero=3 split the model, too), or give a loss_fn(output, targets)"
+        )
+
+
 def _check_takes_two(loss_fn: Any) -> None:
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     refused = _refused_call(called, None, None)
     if refused is not None:
         raise TypeError(
-            f"loss_fn takes {inspect.signature(called)}, and is called as loss_fn(output, targets) ({refused}); if "
-            f"the model computes its own loss, pass lambda output, targets: output"
+            f"loss_fn takes {inspect.signature(called)}, and is called as loss_fn(output, targets), or loss_fn(model, "
+            f"batch) if its first parameter is called 'model' ({refused}); if the model computes its own loss, pass "
+            f"lambda output, targets: output"
         )
 
 

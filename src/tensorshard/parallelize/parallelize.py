@@ -63,7 +63,8 @@ def parallelize(
             each on one rank; what cannot be exact is refused (``docs/optimizers.md``).
         loss_fn: ``loss_fn(output, targets)`` returns the mean over samples as a scalar, or ``(sum, count)`` where the
             number of samples or tokens varies. Floating-point outputs reach it as fp32. :func:`tensorshard.model_loss`
-            takes the loss that the model has computed.
+            takes the loss that the model has computed. One whose first parameter is called ``model`` is called as
+            ``loss_fn(model, batch)`` and may return several terms, and metrics beside them (``docs/losses.md``).
         seed: of the initial weights and of dropout. Initial weights do not depend on the plan: of a callable they are
             those of ``torch.manual_seed(seed); model()``.
         device: where this rank computes; by default the CUDA device of its local rank if there is one, else the CPU.

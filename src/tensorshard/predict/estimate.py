@@ -20,6 +20,7 @@ from torch import nn
 
 from tensorshard.comm.forked import run_at_once
 from tensorshard.engine.engine import Engine
+from tensorshard.engine.loss_terms import takes_model
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
@@ -214,7 +215,8 @@ def estimate(
         model: as for :func:`tensorshard.parallelize`; a module is copied, and left as it is. Files of weights are not
             opened.
         world_size: the number of ranks.
-        inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter.
+        inputs, targets: one data rank's batch, as for :meth:`Engine.step`; only shapes and types matter. For a
+            ``loss_fn(model, batch)``: the batch, and None.
         optimizer, loss_fn: as for :func:`tensorshard.parallelize`.
         hardware: a name such as "a100-80", or a :class:`Hardware`; without it there is no time, and no limit to fit.
         device: what the ranks compute on: "cuda" or "cpu". Collectives of CPU ranks also hold what they receive. None:
@@ -286,7 +288,7 @@ def estimate(
                     tried,
                     optimizer=optimizer,
                     loss_fn=loss_fn,
-                    sample_inputs=inputs,
+                    sample_inputs=None if takes_model(loss_fn) else inputs,
                     decisions=decisions,
                     off_device=device != "cpu",
                 )

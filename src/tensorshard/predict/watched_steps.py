@@ -43,9 +43,9 @@ class StepWatcher:
         self._add([tensor.grad for tensor in held if tensor.grad is not None], GRADIENTS)
         take_step = self._engine.step
 
-        def step(inputs: Any, targets: Any) -> torch.Tensor:
-            self.note_inputs((inputs, targets))
-            return take_step(inputs, targets)
+        def step(*batch: Any, **named: Any) -> torch.Tensor:
+            self.note_inputs((batch, named))
+            return take_step(*batch, **named)
 
         self._engine.step = step  # type: ignore[method-assign]
         return self

@@ -1,5 +1,6 @@
 """The record of one training step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +45,11 @@ class StepRecord:
         loss: global mean loss, a tensor on the engine's device: reading it waits for the device.
         batch: size of the global batch.
         metrics: measurements by name, to be logged beside the loss.
+        returned: what the loss function returned by name beside it, as ``Engine.metrics``: scalars on the device.
     """
 
     step: int
     loss: Tensor
     batch: BatchSize
     metrics: dict[str, float] = field(default_factory=dict)
+    returned: Mapping[str, Tensor] = field(default_factory=dict)

@@ -83,7 +83,7 @@ class Trainer:
                 loss = self.engine.step(inputs, targets)
                 batch = BatchSize.of(inputs).times(self.engine.mesh.dp_size)
                 self.samples_consumed += batch.samples
-                self.last_record = StepRecord(self.step, loss, batch)
+                self.last_record = StepRecord(self.step, loss, batch, returned=self.engine.metrics)
                 for hook in self.hooks:
                     hook.after_step(self, self.last_record)
                 self.interrupted = self.stop is not None and self.step < self.max_steps and self.stop.agreed()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.engine.engine import Engine, LossFunction
 from tensorshard.engine.generation import logits_of
 from tensorshard.engine.loss import sum_and_count
+from tensorshard.engine.loss_terms import takes_model
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.model.batches import batch_size, call_model, split_into
 from tensorshard.model.copies import copy_module
@@ -101,6 +102,11 @@ def verify(
         True
     """
     check_arguments(model, plan, optimizer, loss_fn, seed)
+    if takes_model(loss_fn):
+        raise ValueError(
+            "verify compares the model's output with its loss, and loss_fn takes the model, which may have several: "
+            "give a loss_fn(output, targets); engine.step of one process and of several can be compared by hand"
+        )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}; it must be a number from 1 on")
     begin = time.monotonic()

@@ -182,7 +182,8 @@ class LoggingHook(Hook):
         metrics = {"loss": record.loss.item(), "lr": float(trainer.engine.optimizer.param_groups[0]["lr"])}
         if trainer.engine.grad_norm is not None:
             metrics["grad_norm"] = trainer.engine.grad_norm
-        return metrics | record.metrics | {"samples": trainer.samples_consumed}
+        returned = {name: value.item() for name, value in record.returned.items()}
+        return returned | metrics | record.metrics | {"samples": trainer.samples_consumed}
 
 
 logger = logging.getLogger("tensorshard")
