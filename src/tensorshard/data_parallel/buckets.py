@@ -1,16 +1,31 @@
 """Replicated parameters in buckets, whose gradients are reduced and whose updates are gathered together."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
-import torch.distributed as dist
+import torch
 from torch import nn
 
+from tensorshard.comm.coalescing import Started
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 
 ALONE_BYTES = 1 << 16
 """A tensor of at least this many bytes is sent by itself, without being copied into a packed message."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Weights on their way from all ranks.
+
+    Args:
+        packed: parameters that travel in one message; the others arrive in their own memory.
+        parts: that message, [ranks, chunks of `packed`]; None without one.
+    """
+
+    transfer: Started
+    packed: list[ReplicatedParameter]
+    parts: torch.Tensor | None
 
 
 class Bucket:
@@ -20,9 +35,29 @@ class Bucket:
         self.parameters = parameters
         self.alone = [p for p in parameters if p.even and p.storage.nbytes >= ALONE_BYTES]
         self.packed = [p for p in parameters if p not in self.alone]
+        self.packed_chunk = sum(p.chunk for p in self.packed)
+        self._all_flags: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.ready: set[ReplicatedParameter] = set()
-        self.gathering: list[tuple[dist.Work, Any]] = []
+        self.gathering: list[Gather] = []
         self.update_pending = False  # an update of its master weights goes on, and forwards do not have it yet
+
+    def flags(
+        self, ranks: int, dtype: torch.dtype, missing: Collection[ReplicatedParameter], wrote: bool
+    ) -> torch.Tensor:
+        """[ranks, parameters + 1], all rows equal: 1 for each parameter that is not `missing`, and whether this rank
+        `wrote` parameters."""
+        flags = self._all_flags.get((ranks, dtype))
+        if flags is None:
+            flags = torch.ones((ranks, len(self.parameters) + 1), dtype=dtype, device=self.parameters[0].storage.device)
+            flags[:, -1] = 0.0
+            self._all_flags[ranks, dtype] = flags
+        if missing or wrote:
+            flags = flags.clone()
+            flags[:, -1] = float(wrote)
+            for i, p in enumerate(self.parameters):
+                if p in missing:
+                    flags[:, i] = 0.0
+        return flags
 
 
 class Buckets:
