@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tensorshard.torch_private.dtensor import dtensor_of, shard_of
+from tensorshard.torch_private.dtensor import dtensor_laid_out_as, dtensor_of, shard_of
 from tensorshard.torch_private.operators import foreach_mul_
 
 
@@ -88,6 +88,8 @@ def distribute_like(full: torch.Tensor, like: DTensor) -> DTensor:
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """The DTensor laid out as `like` is, whose shard on this rank is `local`, on whatever device that is."""
+    if local.dtype == like.dtype:
+        return dtensor_laid_out_as(local, like)
     return dtensor_of(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 

@@ -1,6 +1,6 @@
 """Replicated parameters in buckets, whose gradients are reduced and whose updates are gathered together."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,10 @@ from tensorshard.torch_private.dispatch import without_torch_functions_of_tensor
 
 ALONE_BYTES = 1 << 16
 """A tensor of at least this many bytes is sent by itself, without being copied into a packed message."""
+
+LEAST_BYTES = 1 << 20
+"""Units that follow each other travel together until they have this many bytes of parameters. What a message costs
+does not depend on its size below that."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class Buckets:
         self.arrange()
 
     def _assign(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
-        """The index of each parameter's bucket. Two more units are for parameters in no unit: those before the first
+        """The index of each parameter's bucket, that of its unit or of an earlier one with which that is joined, where
+        they are small. Two more units are for parameters in no unit: those before the first
         unit, and the others."""
         by_compute = {p.compute: p for p in self._parameters}
         unit_of: dict[ReplicatedParameter, int] = {}
@@ -104,11 +109,13 @@ class Buckets:
                 for compute in module.parameters():
                     if compute in by_compute:
                         unit_of.setdefault(by_compute[compute], index)
+        first_of = _joined(unit_of, len(units))
         assigned: dict[ReplicatedParameter, int] = {}
         seen_unit = False
         for p in self._parameters:
             seen_unit = seen_unit or p in unit_of
-            assigned[p] = 2 * unit_of.get(p, len(units) if seen_unit else -1) + p.is_expert
+            unit = first_of[unit_of[p]] if p in unit_of else len(units) if seen_unit else -1
+            assigned[p] = 2 * unit + p.is_expert
         return assigned
 
     def arrange(self) -> None:
@@ -140,3 +147,18 @@ class Buckets:
         """The buckets in the order in which forwards wait for them."""
         rest = [bucket for index, bucket in self.of_units.items() if index not in self.in_units]
         return [*rest, *(bucket for index, bucket in self.of_units.items() if index in self.in_units)]
+
+
+def _joined(unit_of: Mapping[ReplicatedParameter, int], units: int) -> list[int]:
+    """For each unit, the first of those that travel with it: see :data:`LEAST_BYTES`."""
+    nbytes = [0] * units
+    for p, unit in unit_of.items():
+        nbytes[unit] += p.storage.nbytes
+    first_of: list[int] = []
+    held = LEAST_BYTES
+    for unit in range(units):
+        if held >= LEAST_BYTES:
+            first, held = unit, 0
+        first_of.append(first)
+        held += nbytes[unit]
+    return first_of
