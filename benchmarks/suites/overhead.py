@@ -31,7 +31,7 @@ def lineup(level: int) -> list[Contender]:
 
 def run(arguments: argparse.Namespace) -> int:
     console = make_console()
-    steps = Steps(1, 3, 5, in_turn=True) if arguments.quick else Steps(arguments.rounds, 5, arguments.steps, True)
+    steps = Steps(1, 3, 5) if arguments.quick else Steps(arguments.rounds, 10, arguments.steps)
     for level in [arguments.level] if arguments.level is not None else LEVELS:
         members = lineup(level)
         group = measure_training_group(
