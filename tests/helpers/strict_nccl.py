@@ -299,6 +299,9 @@ class StrictGroup(dist.ProcessGroup):
         reduced = _reduction(opts, tensor)
         return self._called(f"all_reduce by {_kind(opts).name}", [tensor], [tensor], lambda got, _: [reduced(got)])
 
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return _All([self.allreduce([tensor], opts) for tensor in tensors])
+
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Call:
         if output.numel() != input.numel() * self.size():
             raise BrokenRuleError(f"all_gather of {input.numel()} elements has an output of {output.numel()}")

@@ -1,16 +1,35 @@
 """Replicated parameters in buckets, whose gradients are reduced and whose updates are gathered together."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
-import torch.distributed as dist
+import torch
 from torch import nn
 
+from tensorshard.comm.coalescing import Started
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 
 ALONE_BYTES = 1 << 16
 """A tensor of at least this many bytes is sent by itself, without being copied into a packed message."""
+
+LEAST_BYTES = 1 << 20
+"""Units that follow each other travel together until they have this many bytes of parameters. What a message costs
+does not depend on its size below that."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Weights on their way from all ranks.
+
+    Args:
+        packed: parameters that travel in one message; the others arrive in their own memory.
+        parts: that message, [ranks, chunks of `packed`]; None without one.
+    """
+
+    transfer: Started
+    packed: list[ReplicatedParameter]
+    parts: torch.Tensor | None
 
 
 class Bucket:
@@ -20,9 +39,29 @@ class Bucket:
         self.parameters = parameters
         self.alone = [p for p in parameters if p.even and p.storage.nbytes >= ALONE_BYTES]
         self.packed = [p for p in parameters if p not in self.alone]
+        self.packed_chunk = sum(p.chunk for p in self.packed)
+        self._all_flags: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.ready: set[ReplicatedParameter] = set()
-        self.gathering: list[tuple[dist.Work, Any]] = []
+        self.gathering: list[Gather] = []
         self.update_pending = False  # an update of its master weights goes on, and forwards do not have it yet
+
+    def flags(
+        self, ranks: int, dtype: torch.dtype, missing: Collection[ReplicatedParameter], wrote: bool
+    ) -> torch.Tensor:
+        """[ranks, parameters + 1], all rows equal: 1 for each parameter that is not `missing`, and whether this rank
+        `wrote` parameters."""
+        flags = self._all_flags.get((ranks, dtype))
+        if flags is None:
+            flags = torch.ones((ranks, len(self.parameters) + 1), dtype=dtype, device=self.parameters[0].storage.device)
+            flags[:, -1] = 0.0
+            self._all_flags[ranks, dtype] = flags
+        if missing or wrote:
+            flags = flags.clone()
+            flags[:, -1] = float(wrote)
+            for i, p in enumerate(self.parameters):
+                if p in missing:
+                    flags[:, i] = 0.0
+        return flags
 
 
 class Buckets:
@@ -60,7 +99,8 @@ class Buckets:
         self.arrange()
 
     def _assign(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
-        """The index of each parameter's bucket. Two more units are for parameters in no unit: those before the first
+        """The index of each parameter's bucket, that of its unit or of an earlier one with which that is joined, where
+        they are small. Two more units are for parameters in no unit: those before the first
         unit, and the others."""
         by_compute = {p.compute: p for p in self._parameters}
         unit_of: dict[ReplicatedParameter, int] = {}
@@ -69,11 +109,13 @@ class Buckets:
                 for compute in module.parameters():
                     if compute in by_compute:
                         unit_of.setdefault(by_compute[compute], index)
+        first_of = _joined(unit_of, len(units))
         assigned: dict[ReplicatedParameter, int] = {}
         seen_unit = False
         for p in self._parameters:
             seen_unit = seen_unit or p in unit_of
-            assigned[p] = 2 * unit_of.get(p, len(units) if seen_unit else -1) + p.is_expert
+            unit = first_of[unit_of[p]] if p in unit_of else len(units) if seen_unit else -1
+            assigned[p] = 2 * unit + p.is_expert
         return assigned
 
     def arrange(self) -> None:
@@ -105,3 +147,18 @@ class Buckets:
         """The buckets in the order in which forwards wait for them."""
         rest = [bucket for index, bucket in self.of_units.items() if index not in self.in_units]
         return [*rest, *(bucket for index, bucket in self.of_units.items() if index in self.in_units)]
+
+
+def _joined(unit_of: Mapping[ReplicatedParameter, int], units: int) -> list[int]:
+    """For each unit, the first of those that travel with it: see :data:`LEAST_BYTES`."""
+    nbytes = [0] * units
+    for p, unit in unit_of.items():
+        nbytes[unit] += p.storage.nbytes
+    first_of: list[int] = []
+    held = LEAST_BYTES
+    for unit in range(units):
+        if held >= LEAST_BYTES:
+            first, held = unit, 0
+        first_of.append(first)
+        held += nbytes[unit]
+    return first_of

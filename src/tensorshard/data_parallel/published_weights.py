@@ -20,16 +20,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from tensorshard.comm.collectives import all_gather_into
+from tensorshard.comm.coalescing import all_gather_several
 from tensorshard.common.never_compiled import never_compiled
-from tensorshard.data_parallel.buckets import Bucket
+from tensorshard.data_parallel.buckets import Bucket, Gather
 from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.plan.storage import UpdateProgress
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
+from tensorshard.torch_private.operators import foreach_copy_
 from tensorshard.torch_private.tensors import storage_owners
 
 DEBUG_VARIABLE = "TENSORSHARD_DEBUG_WEIGHTS"
@@ -74,10 +76,10 @@ class PublishedWeights:
             copied: masters whose copies are up to date already.
         """
         self.wait(bucket)
-        for p in bucket.parameters:
-            if p.is_copy and p.master not in copied:
-                p.copy_master()
-        if all(p.num_shards == 1 for p in bucket.parameters):
+        copies = [p for p in bucket.parameters if p.is_copy and p.master not in copied]
+        if copies:
+            foreach_copy_([p.mine_as_shard for p in copies], [shard_of(p.master) for p in copies])
+        if all(p.num_shards == 1 or not p.chunk for p in bucket.parameters):
             for p in bucket.parameters:
                 p.note_published()
             return
@@ -109,20 +111,19 @@ class PublishedWeights:
         if self._fills and self._are_real:
             for p in bucket.parameters:
                 p.forget_other_parts()
-        for p in bucket.alone:
-            if p.num_shards > 1:
-                work = all_gather_into(p.storage, p.storage[p.own], _shard_group(p), async_op=True)
-                assert work is not None
-                bucket.gathering.append((work, None))
-        packed = [p for p in bucket.packed if p.num_shards > 1]
-        for is_expert, dtype in sorted({(p.is_expert, p.storage.dtype) for p in packed}, key=str):
-            members = [p for p in packed if (p.is_expert, p.storage.dtype) == (is_expert, dtype)]
-            mine = torch.cat([p.storage[p.own] for p in members])
+        sharded = [p for p in bucket.parameters if p.num_shards > 1 and p.chunk]
+        for is_expert, dtype in sorted({(p.is_expert, p.storage.dtype) for p in sharded}, key=str):
+            members = [p for p in sharded if (p.is_expert, p.storage.dtype) == (is_expert, dtype)]
+            alone = [p for p in members if p in bucket.alone]
+            packed = [p for p in members if p not in bucket.alone]
+            outputs, inputs = [p.storage for p in alone], [p.mine for p in alone]
             group = _shard_group(members[0])
-            all_parts = mine.new_empty((group.size(), mine.numel()))
-            work = all_gather_into(all_parts.view(-1), mine, group, async_op=True)
-            assert work is not None
-            bucket.gathering.append((work, (members, all_parts)))
+            parts = None
+            if packed:
+                inputs.append(torch.cat([p.mine for p in packed]))
+                parts = inputs[-1].new_empty((group.size(), inputs[-1].numel()))
+                outputs.append(parts.view(-1))
+            bucket.gathering.append(Gather(all_gather_several(outputs, inputs, group), packed, parts))
 
     @never_compiled
     @torch.no_grad()
@@ -135,14 +136,10 @@ class PublishedWeights:
         arrival = self._awaited.get(bucket)
         if arrival is not None:  # first: what follows uses the parameters
             self._arrive(arrival, bucket)
-        for work, unpack in bucket.gathering:
-            work.wait()
-            if unpack is None:
-                continue
-            parameters, all_parts = unpack
-            pieces = all_parts.split([p.chunk for p in parameters], dim=1)
-            for p, piece in zip(parameters, pieces, strict=True):
-                p.receive(piece)
+        for gather in bucket.gathering:
+            gather.transfer.wait()
+            if gather.parts is not None:
+                _unpack(gather.packed, gather.parts)
         bucket.gathering.clear()
         for p in bucket.parameters:
             p.note_published()
@@ -247,6 +244,13 @@ class PublishedWeights:
 def _shard_group(parameter: ReplicatedParameter) -> dist.ProcessGroup:
     assert parameter.groups.shard is not None
     return parameter.groups.shard
+
+
+def _unpack(parameters: list[ReplicatedParameter], parts: torch.Tensor) -> None:
+    """Gives `parameters` what all ranks sent, [ranks, chunks of all]. This rank's own parts stay: they may have been
+    written meanwhile."""
+    torch.cat([p.mine for p in parameters], out=parts[parameters[0].index])
+    torch.split_with_sizes_copy(parts, [p.chunk for p in parameters], dim=1, out=[p.rows for p in parameters])
 
 
 class _Arrival(Watch):

@@ -36,6 +36,8 @@ class ReplicatedParameter:
         is_awaited: whether other ranks' parts of the last update have yet to arrive.
         update_pending: whether the last update goes on in the background.
         place: of `shard`.
+        rows: the memory of `compute` with its padding, [num_shards, chunk]: row r is what rank r updates.
+        mine: this rank's row. `mine_as_shard` is the same without its padding, in the shape of `shard`.
         averaged: the gradient that a reduction left in `compute`; None if there is none.
         given: a gradient that user code has set, of a type that `compute` cannot hold; None if there is none.
         published: the versions of `compute` and `shard` when both had the same values last.
@@ -86,16 +88,18 @@ class ReplicatedParameter:
         self.published = (0, 0)
         self._address = _address(self.storage)
         self.owners = 0
+        first = min(index * self.chunk_rows, rows)
+        mine = slice(first, min(first + self.chunk_rows, rows))
+        self._shard_shape = full[mine].shape if value.dim() else value.shape
+        self._view_rows()
         if shard_mesh is None and not self.is_copy:
             self.master = self.shard = self.compute
             return
-        first = min(index * self.chunk_rows, rows)
-        mine = slice(first, min(first + self.chunk_rows, rows))
         if not self.is_copy:
             local = (full[mine] if value.dim() else full).data  # with a version of its own, unlike a view
         else:
             local = (value[mine] if value.dim() else value).to(wide)
-            local, self.place = storage.keep_master(local, self.storage[self.own][: local.numel()])
+            local, self.place = storage.keep_master(local, self.mine[: local.numel()])
         if self.num_shards > 1:
             assert shard_mesh is not None
             shard: Any = dtensor_of(local, shard_mesh, [Shard(0)], value.shape, full.stride())
@@ -112,39 +116,24 @@ class ReplicatedParameter:
         """This rank's shard of a master or of its gradient."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def scatter_into(self, message: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Copies the full `gradient` into `message` [num_shards, chunk], where row r is what rank r will keep."""
-        flat = gradient.reshape(-1)
-        if self.num_shards == 1:  # a parameter that is not sharded: every row is all of it
-            message.copy_(flat.view(1, -1).expand_as(message))
-            return
-        if not self.chunk:
-            return
-        rows = flat.numel() // self.chunk
-        message[:rows].copy_(flat[: rows * self.chunk].view(rows, self.chunk))
-        if rows < message.size(0):
-            rest = flat[rows * self.chunk :]
-            message[rows, : rest.numel()].copy_(rest)
+    def _view_rows(self) -> None:
+        self.rows = self.storage.view(self.num_shards, self.chunk)
+        self.mine = self.storage[self.own]
+        self.mine_as_shard = self.mine[: self._shard_shape.numel()].view(self._shard_shape)
+
+    def chunked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The full `gradient` as a tensor whose chunk r, along its first dimension, is what rank r will keep."""
+        if gradient.dim():
+            return gradient
+        return gradient.view(1).expand(self.groups.num_shards)  # not sharded: every rank keeps all of it
 
     # -- values --
-
-    def copy_master(self) -> None:
-        """Copies this rank's master weights to what forwards compute with."""
-        shard = self.local(self.master)
-        self.storage[self.own][: shard.numel()].copy_(shard.reshape(-1))
-
-    def receive(self, parts: torch.Tensor) -> None:
-        """Copies the other ranks' parts, [num_shards, chunk]. This rank's own may have been written meanwhile."""
-        rows = self.storage.view(self.num_shards, self.chunk)
-        rows[: self.index].copy_(parts[: self.index])
-        rows[self.index + 1 :].copy_(parts[self.index + 1 :])
 
     def forget_other_parts(self) -> None:
         """Fills the other ranks' parts with NaN, which are about to arrive."""
         if self.num_shards > 1 and self.storage.is_floating_point():
-            rows = self.storage.view(self.num_shards, self.chunk)
-            rows[: self.index].fill_(torch.nan)
-            rows[self.index + 1 :].fill_(torch.nan)
+            self.rows[: self.index].fill_(torch.nan)
+            self.rows[self.index + 1 :].fill_(torch.nan)
 
     def note_published(self) -> None:
         """Notes that `compute` and the master have the same values now."""
@@ -187,7 +176,7 @@ class ReplicatedParameter:
         if not self.is_copy or keep_master:
             return
         shard = self.local(self.master)
-        mine = self.storage[self.own][: shard.numel()].view(shard.shape).to(shard.device)
+        mine = self.mine_as_shard.to(shard.device)
         # The master moves by as much as `compute` did, and so keeps the digits that `compute` does not have, as where a
         # perturbation is added and taken back. Where it would then be rounded to another value, it gets what was
         # written.
@@ -215,11 +204,12 @@ class ReplicatedParameter:
                 f"Plan(precision=...) and the device in parallelize(device=...)"
             )
         self.storage = torch.zeros_like(wanted)
+        self._view_rows()
         full = self.storage[:numel].view(given.shape)
         full.copy_(given)
         self.compute.data = full
         if self.shard is not self.compute and not self.is_copy:
-            self.shard.data = self.storage[self.own][: self.shard.numel()].view(self.shard.shape)
+            self.shard.data = self.mine_as_shard
         self._address = _address(self.storage)
 
     # -- gradients --
@@ -288,7 +278,8 @@ class ReplicatedParameter:
 
     def set_gradient(self, flat: torch.Tensor) -> None:
         """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
-        shard = flat[: self.shard.numel()].view(self.shard.shape)
+        numel = self.shard.numel()
+        shard = (flat if flat.numel() == numel else flat[:numel]).view(self.shard.shape)
         if not self.place.holds_gradients:
             assert self.take_gradient is not None
             self.take_gradient(self.master, shard)

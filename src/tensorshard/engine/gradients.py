@@ -175,27 +175,32 @@ class FinalGradients:
             factor = self._call_hooks(factor)
         clip = self._plan.clip_grad_norm
         norm = self.measure(spoil=self._sharded.writers if self._has_others else None)
-        finite, written = _read([norm] if loss is None else [norm, loss], self._sharded.writers)
+        final = _scaled(norm, factor)
+        checked = [norm, final] if loss is None else [norm, final, loss]
+        finite, written = _read(checked, self._sharded.writers)
         if self._has_others:
             if not finite[0]:  # on every rank
                 self._compare_written_everywhere(written)
                 norm = self.measure()
-                finite[0] = _are_finite(norm)
+                final = _scaled(norm, factor)
+                finite[:2], _ = _read([norm, final], None)
         elif written:
             self._sharded.compare_written()
+        is_finite = finite.pop(1)
         if not all(finite):
             if loss is not None:
                 _check_finite(loss, "loss", steps_taken)
             norm = self.measure(torch.float64)  # squares of large numbers overflow in fp32
-        norm = norm if factor is None else norm * factor
-        self.norm = norm
+            final = _scaled(norm, factor)
+            is_finite = _are_finite(final)
+        self.norm = norm = final
         if self._scaler is not None:
-            overflowed = not _are_finite(norm)
-            exhausted = overflowed and self._scaler.is_smallest
-            self._scaler.update(overflowed)
-            if overflowed and not exhausted:
+            exhausted = not is_finite and self._scaler.is_smallest
+            self._scaler.update(not is_finite)
+            if not is_finite and not exhausted:
                 return None
-        _check_finite(norm, "norm of the gradient", steps_taken)
+        if not is_finite:
+            _check_finite(norm, "norm of the gradient", steps_taken)
         if clip is not None:
             clipping = clip_factor(norm, clip)
             factor = clipping if factor is None else factor * clipping
@@ -318,6 +323,10 @@ def _check_like(changed: object, gradient: torch.Tensor, name: str) -> None:
         f"a gradient hook returned {given} for {name!r}; it must return None, or a tensor like the gradient that it "
         f"was given: {type(gradient).__name__} {list(gradient.shape)} of {gradient.dtype}"
     )
+
+
+def _scaled(norm: torch.Tensor, factor: torch.Tensor | float | None) -> torch.Tensor:
+    return norm if factor is None else norm * factor
 
 
 def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:

@@ -56,7 +56,7 @@ class Objective:
             )
         if self.means is not None and torch.is_grad_enabled():
             self.means.note(total, samples)
-        return total * samples, torch.tensor(float(samples), device=self.device)
+        return total * samples, torch.full((), float(samples), device=self.device)  # a kernel, not a copy
 
     def of_none(self, output: Any, targets: Any, none: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of no samples, where one stood in for them: zero, of a count of zero.
@@ -97,7 +97,9 @@ def sum_and_count(loss: Any, device: torch.device, what: str, verb: str) -> tupl
     if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
         total, count = loss
         _check_count(count, what)
-        return _whole(total), torch.as_tensor(count, dtype=torch.float32, device=device).detach()
+        if not isinstance(count, torch.Tensor):
+            return _whole(total), torch.full((), float(count), dtype=torch.float32, device=device)
+        return _whole(total), count.to(device, torch.float32).detach()
     if not _is_scalar(loss) or loss.is_complex():
         raise TypeError(
             f"{what} {_described(loss)}; it must {verb} a scalar tensor, the mean over the samples, or "

@@ -34,7 +34,6 @@ from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.dispatch import TorchDispatchMode, innermost_dispatch_mode
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.operators import FUSED_UPDATES
-from tensorshard.torch_private.pytree import tree_map
 
 OptimizerFactory = (
     Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -475,8 +474,14 @@ class _FusedUpdates(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in FUSED_UPDATES and _have_equal_placements(args):
-            args, kwargs = tree_map(shard_of, (args, kwargs))
+            args = [_shards(one) for one in args]
+            kwargs = {name: _shards(one) for name, one in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
+
+
+def _shards(argument: Any) -> Any:
+    """An argument of a fused update with shards in place of DTensors."""
+    return [shard_of(one) for one in argument] if isinstance(argument, list | tuple) else shard_of(argument)
 
 
 def _have_equal_placements(lists: Iterable[Any]) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "DTensorWithDirectHooks",
     "compute_local_shape_and_global_offset",
     "direct_attribute",
+    "dtensor_laid_out_as",
     "dtensor_of",
     "shard_of",
 ]
@@ -79,6 +80,18 @@ def dtensor_of(
     """
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local.detach(), spec, requires_grad=False)
+
+
+def dtensor_laid_out_as(local: torch.Tensor, like: DTensor) -> DTensor:
+    """The DTensor laid out as `like` is, whose shard on this rank is `local`, of the same type and on any device.
+
+    Why: a description of its own takes longer to make than all the rest of a shard's gradient.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``DTensor.from_local``, as for :func:`dtensor_of`.
+    """
+    return DTensor(local.detach(), like._spec, requires_grad=False)
 
 
 def shard_of(value: Any) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     "UNSCALE",
     "OpOverload",
     "assert_async",
+    "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
     "fused_adam_",
@@ -80,6 +81,18 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype |
     Public way: ``torch.linalg.vector_norm`` of each: a kernel for every tensor.
     """
     return torch._foreach_norm(tensors, order, dtype=dtype)
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies each of `sources` to its target, perhaps of another type or device, in few kernels.
+
+    Why: weights in 16 bits are written from their masters every step.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``Tensor.copy_`` of each: a kernel for every tensor.
+    """
+    torch._foreach_copy_(targets, sources)
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.world import world
 from tensorshard.plan.mesh import Mesh
+from tensorshard.torch_private.process_groups import group_device
 from tensorshard.torch_private.pytree import tree_flatten
 
 _AXES = ("pp", "cp", "tp")
@@ -25,15 +26,17 @@ class SameBatch:
     Comparing shapes takes one message of 24 bytes. Comparing values needs a copy to the host, and a wrong sampler shows
     at the first batch.
 
+    Messages go over the groups' half for the CPU where there is one, so that nothing waits for a GPU.
+
     Args:
         mesh: where the ranks are.
-        device: on which messages are sent.
+        device: of this rank.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._axes = [axis for axis in _AXES if mesh.degrees[axis] > 1]
         self._groups = [mesh.group(axis) for axis in self._axes]
-        self._device = device
+        self._device = group_device(self._groups[0], torch.device("cpu")) if self._groups else device
         self._compared: set[tuple[str, int]] = set()
 
     def check(self, call: str, inputs: Any, targets: Any) -> None:

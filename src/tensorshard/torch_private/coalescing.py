@@ -1,0 +1,39 @@
+"""Several collectives of one group in one call, and the gradients of many parameters in one message."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+__all__ = ["chunk_cat", "coalesced"]
+
+
+def coalesced(calls: Callable[[], object], group: dist.ProcessGroup) -> dist.Work:
+    """Makes the collectives of `calls`, all of one kind and on tensors of one type, as one that is waited for at once.
+
+    Why: NCCL starts one kernel for them instead of one for each.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    with _coalescing_manager(group, async_ops=True) as manager:
+        calls()
+    return manager
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
+    """Fills row r of `out` with chunk r of each tensor, in their order. Chunks that are short end in zeros.
+
+    Args:
+        tensors: of one type, none of them empty; a first dimension of n is cut into chunks of ceil(n / num_chunks).
+        out: [num_chunks, elements of a chunk of all tensors], perhaps of another type.
+
+    Why: FSDP2 packs gradients by the same operator. Slices and copies of each gradient are five operators more.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``torch.chunk`` and ``Tensor.copy_`` of each tensor.
+    """
+    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)

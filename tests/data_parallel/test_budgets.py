@@ -1,0 +1,104 @@
+"""What a step costs beside the model's own work, by counting and not by timing: operators, messages, and reads.
+
+The counts are of one of eight ranks, whose others do not exist, on the path that NCCL takes.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tensorshard as ts
+from tensorshard.data_parallel.published_weights import DEBUG_VARIABLE
+from tensorshard.models import GPT, next_token_loss
+from tensorshard.torch_private.process_groups import fake_world
+
+_LAYERS, _RANKS = 12, 8
+
+
+@pytest.fixture(autouse=True)
+def no_debugging(monkeypatch):
+    """The tests' own fills of weights that have yet to arrive are no part of a step."""
+    monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
+
+
+class _Count(TorchDispatchMode):
+    """Counts collectives, and all other operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counter = self.messages if func.namespace == "c10d" else self.operators
+        counter[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(16, (2, 8), generator=generator), torch.randint(16, (2, 8), generator=generator)
+
+
+def _model(width: int) -> GPT:
+    return GPT(vocab_size=16, context_length=8, num_layers=_LAYERS, num_heads=2, width=width)
+
+
+def _counted(step: Any) -> _Count:
+    for _ in range(3):  # states are made in the first, and the order of gradients is known in the second
+        step()
+    with _Count() as count:
+        step()
+    return count
+
+
+def _plain_operators() -> tuple[int, int]:
+    """Operators of a step of plain PyTorch, and parameters."""
+    model, (inputs, targets) = _model(32), _batch()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        total, count = next_token_loss(model(inputs), targets)
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _counted(step).operators.total(), len(list(model.parameters()))
+
+
+def _engine_counts(width: int, **fields: Any) -> _Count:
+    with fake_world(0, _RANKS, "nccl"):
+        engine = ts.parallelize(
+            partial(_model, width),
+            ts.Plan(**fields),
+            optimizer=torch.optim.AdamW,
+            loss_fn=next_token_loss,
+            device="cpu",
+        )
+        return _counted(lambda: engine.step(*_batch()))
+
+
+@pytest.mark.parametrize(
+    ("budget", "fields"),
+    [(3, dict(zero=0)), (6, dict(zero=1)), (8, dict(zero=1, precision="bf16", clip_grad_norm=1.0)), (8, dict(zero=3))],
+    ids=str,
+)
+def test_operators_for_each_parameter(budget, fields):
+    plain, parameters = _plain_operators()
+    assert _engine_counts(32, **fields).operators.total() - plain <= budget * parameters
+
+
+@pytest.mark.parametrize(
+    ("budget", "fields"),
+    [(20, dict(zero=0)), (40, dict(zero=1)), (50, dict(zero=1, dp_replicate=2, dp_shard=4))],
+    ids=str,
+)
+def test_messages_of_large_layers(budget, fields):
+    """Each layer has several weights too large to be packed; they are one call all the same."""
+    messages = _engine_counts(128, **fields).messages
+    assert any("coalesced" in name for name in messages)
+    assert messages.total() <= budget
