@@ -3,6 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+WITH_EXPERTS = frozenset({
+    "plain/hand-MoE", "transformers/Mixtral", "transformers/OLMoE", "transformers/Qwen2-MoE", "transformers/Qwen3-MoE",
+    "transformers/DeepSeek-V3", "transformers/gpt-oss", "transformers/Jamba", "packages/litgpt: Mixtral",
+})  # fmt: skip
+"""The models with a mixture of experts, by their keys."""
+
 
 @dataclass(frozen=True)
 class PlanCase:
@@ -21,6 +27,10 @@ class PlanCase:
     ranks: int
     fields: dict[str, Any] = field(default_factory=dict)
     splits_batch: int = 1
+
+    def suits(self, key: str) -> bool:
+        """Whether the model with this key is tried under the plan."""
+        return "ep" not in self.fields or key in WITH_EXPERTS
 
     @property
     def micro_batches(self) -> int:
@@ -41,6 +51,9 @@ PLANS = {
         PlanCase("tp-pp", "tp 2 x pp 2", 4, dict(tp=2, pp=2, micro_batches=2)),
         PlanCase("sp", "tp 2, sequence parallel", 2, dict(tp=2, sequence_parallel=True)),
         PlanCase("cp", "cp 2", 2, dict(cp=2)),
+        PlanCase("ep", "ep 2, ZeRO 3", 2, dict(ep=2, zero=3), splits_batch=2),
+        PlanCase("ep-tp", "ep 2 x tp 2", 4, dict(ep=2, tp=2), splits_batch=2),
+        PlanCase("ep-pp", "ep 2 x pp 2", 4, dict(ep=2, pp=2, micro_batches=2), splits_batch=2),
         PlanCase("bf16", "ZeRO 3, bf16", 2, dict(zero=3, precision="bf16"), splits_batch=2),
         PlanCase("full", "ZeRO 3, recompute full", 2, dict(zero=3, recompute="full"), splits_batch=2),
         PlanCase("selective", "ZeRO 3, recompute selective", 2, dict(zero=3, recompute="selective"), splits_batch=2),

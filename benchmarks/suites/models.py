@@ -64,7 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     revision = source_revision()
     todo: list[tuple[Case, list[PlanCase]]] = []
     for case in cases:
-        left = [p for p in plans if arguments.again or not results[case.family].is_done(case.name, p.key, revision)]
+        left = [
+            p
+            for p in plans
+            if p.suits(case.key) and (arguments.again or not results[case.family].is_done(case.name, p.key, revision))
+        ]
         todo += [(case, left)] if left else []
     count = sum(len(left) for _, left in todo)
     console.print(f"{len(cases)} models, {len(plans)} plans; {count} cells to run at revision {revision}")
