@@ -8,16 +8,20 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from tensorshard.comm.primitives import start_exchange
+from tensorshard.comm.sharding import shard_sizes
+from tensorshard.comm.world import world
 
 
-def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+def exchange_counts(counts: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """How many rows this rank sends to each rank, and how many it gets. One read from the device.
 
     Args:
         counts: [ranks], the first of these, on the device.
+        rows: their sum. In an estimate, each rank gets as many as any other.
     """
     received = torch.cat(start_exchange(list(counts.split(1)), [1] * group.size(), counts, group)())
-    sent, got = torch.stack([counts, received]).tolist()
+    equal = shard_sizes(rows, group.size())
+    sent, got = world().known(torch.stack([counts, received]), [equal, equal])
     return sent, got
 
 

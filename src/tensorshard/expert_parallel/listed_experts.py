@@ -139,7 +139,7 @@ def _compute(
         )
     tokens: torch.Tensor = given[0]
     rows, ranks = tokens.reshape(-1, tokens.size(-1)), group.size()
-    sent, received = exchange_counts(torch.full((ranks,), len(rows), device=rows.device), group)
+    sent, received = exchange_counts(torch.full((ranks,), len(rows), device=rows.device), ranks * len(rows), group)
     everyone = exchange_rows(rows.repeat(ranks, 1), sent, received, group)
     everyone = everyone.view(*(1 for _ in range(experts.dims - 2)), *everyone.shape)
     call = partial(forward, **{next(iter(kwargs)): everyone}) if kwargs else partial(forward, everyone)

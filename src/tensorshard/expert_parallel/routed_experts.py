@@ -169,7 +169,7 @@ def _compute(
 ) -> torch.Tensor:
     tokens, choices, weights = call.bind(module, args, kwargs)
     routes = Routes(choices, call.experts // group.size(), group.size())
-    sent, received = exchange_counts(routes.counts, group)
+    sent, received = exchange_counts(routes.counts, choices.numel(), group)
     rows = exchange_rows(tokens[routes.tokens], sent, received, group)
     experts = exchange_rows(routes.experts, sent, received, group)
     row_weights = exchange_rows(routes.arrange(weights), sent, received, group)

@@ -79,7 +79,7 @@ def _compute(
     tokens = call.bind(module, args, kwargs)
     ranks, experts = group.size(), call.experts // group.size()
     each = len(tokens) // ranks
-    sent, received = exchange_counts(torch.full((ranks,), each, device=tokens.device), group)
+    sent, received = exchange_counts(torch.full((ranks,), each, device=tokens.device), len(tokens), group)
     rows = exchange_rows(tokens, sent, received, group)
     by_rank = [part.view(experts, -1, *rows.shape[1:]) for part in rows.split(received)]
     lengths = [part.size(1) for part in by_rank]

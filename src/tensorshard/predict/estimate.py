@@ -244,11 +244,6 @@ def estimate(
         device = "cpu" if found is not None and found.is_cpu else "cuda"
     check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
-    if resolved.ep > 1:
-        raise ValueError(
-            f"ep={resolved.ep} was given, but estimates cannot tell yet which experts tokens go to; estimate the plan "
-            f"with ep=1, which holds more"
-        )
     model = without_files(model)
     if dist.is_initialized():
         raise RuntimeError(
