@@ -84,7 +84,13 @@ def _engine_counts(width: int, **fields: Any) -> _Count:
 
 @pytest.mark.parametrize(
     ("budget", "fields"),
-    [(3, dict(zero=0)), (6, dict(zero=1)), (8, dict(zero=1, precision="bf16", clip_grad_norm=1.0)), (8, dict(zero=3))],
+    [
+        (3, dict(zero=0)),
+        (6, dict(zero=1)),
+        (6, dict(zero=2)),
+        (8, dict(zero=1, precision="bf16", clip_grad_norm=1.0)),
+        (8, dict(zero=3)),
+    ],
     ids=str,
 )
 def test_operators_for_each_parameter(budget, fields):

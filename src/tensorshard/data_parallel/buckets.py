@@ -114,8 +114,8 @@ class Buckets:
         seen_unit = False
         for p in self._parameters:
             seen_unit = seen_unit or p in unit_of
-            unit = first_of[unit_of[p]] if p in unit_of else len(units) if seen_unit else -1
-            assigned[p] = 2 * unit + p.is_expert
+            place = first_of[unit_of[p]] if p in unit_of else len(units) if seen_unit else -1
+            assigned[p] = 2 * place + p.is_expert
         return assigned
 
     def arrange(self) -> None:
