@@ -1,4 +1,7 @@
-"""Ring attention by hand, after Liu et al. 2023: keys and values go round, and partial results are merged in fp32."""
+"""Ring attention by hand, after Liu et al. 2023: keys and values go round, and partial results are merged in fp32.
+
+As short as it can be: it passes keys and values on once they are repeated for all heads of queries.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -31,7 +31,7 @@ QUANTITIES = (
     Quantity("cpu_seconds", "CPU time of all ranks", "s"),
     Quantity("peak_bytes", "peak memory of a rank", "bytes"),
     Quantity("received_bytes", "a rank receives for attention", "bytes"),
-    Quantity("of_formula", "of the formula", "times"),
+    Quantity("of_formula", "times the bytes of gathering, by the formula", "times"),
     Quantity("tokens", "longest sequence", "tokens"),
 )
 
@@ -57,10 +57,8 @@ def measure_peers(rounds: int) -> Group:
     )
     samples = _samples(found)
     samples["of_formula"] = {
-        contender.name: [found[contender.name].received_bytes / LLAMA.attention_bytes(2, contender.options["cp_order"])]
-        if contender.ours
-        else [1.0]
-        for contender in lineup
+        c.name: [found[c.name].received_bytes / LLAMA.attention_bytes(2, c.options.get("cp_order", "contiguous"))]
+        for c in lineup
     }
     # torch refuses before it computes anything: NotImplementedError, no operator for CPU tensors.
     notes = {"torch context_parallel": "has no operator for CPUs"}
