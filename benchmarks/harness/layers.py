@@ -16,7 +16,7 @@ from benchmarks.layers import LayerWork
 _RANK_MODULE = "benchmarks.harness.layers_rank"
 
 # Tensors are allocated by the system and returned to it at once, so the peak only counts what is in use.
-_EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def measure_layers(
     for _ in range(memory_rounds):
         for name, builder in builders.items():
             job = LayerJob(work, {name: builder}, 1, warmup_steps, measured_steps)
-            ranks = _launch(job, world_size, {**environment, **_EXACT_MEMORY}, timeout)
+            ranks = _launch(job, world_size, {**environment, **EXACT_MEMORY}, timeout)
             peaks[name].append(max(rank[name].peak_bytes for rank in ranks))
     return {name: summarize_layer([rank[name] for rank in timed], peaks[name]) for name in builders}
 

@@ -64,6 +64,8 @@ def format_value(value: float, unit: str) -> str:
             return f"{value / 1e6:.0f} million/s"
         case "error":
             return f"{value:.1e}"
+        case "tokens":
+            return f"{value:,.0f}"
         case "classes":
             return f"{value / 1e6:.1f} million"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"

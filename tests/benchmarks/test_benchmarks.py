@@ -216,7 +216,7 @@ def test_values_are_printed_with_their_unit():
 
 def test_suites_are_found():
     suites = find_suites()
-    assert {"heads", "import", "tensor", "zero"} <= set(suites)
+    assert {"context", "heads", "import", "tensor", "zero"} <= set(suites)
     for suite in suites.values():
         suite.add_arguments(argparse.ArgumentParser())
 

@@ -113,6 +113,29 @@ def documents() -> torch.Tensor:
     return torch.tensor([0] * 7 + [1] * 10 + [2] * (LENGTH - 17)).expand(BATCH, -1).contiguous()
 
 
+def chunked(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    return causal(positions) & (positions[:, None] // 5 == positions // 5)
+
+
+def with_sink(h: torch.Tensor, sink: nn.Embedding) -> torch.Tensor:
+    """Causal attention in which a learned logit takes a share of each query's weights, as in gpt-oss."""
+    scores = (h @ h.transpose(1, 2)).masked_fill(~causal(torch.arange(h.shape[1])), -torch.inf)
+    logits = torch.cat([scores, sink.weight.expand(*scores.shape[:2], 1)], -1)
+    return logits.softmax(-1)[..., :-1] @ h
+
+
+def with_learned_bias(h: torch.Tensor, table: nn.Embedding) -> torch.Tensor:
+    """Attention with a learned bias for each distance, as in T5."""
+    positions = torch.arange(h.shape[1])
+    distances = (positions - positions[:, None]).clamp(-4, 4) + 4
+    return F.scaled_dot_product_attention(h, h, h, attn_mask=table(distances).squeeze(-1))
+
+
+def with_later_tokens(h: torch.Tensor, later: nn.Linear) -> torch.Tensor:
+    """A second head's features, which are of the token after the next, as in heads for several tokens."""
+    return h + F.pad(later(h)[:, 1:], (0, 0, 0, 1))
+
+
 MODULES: dict[str, Any] = {
     "causal": lambda: (Attention(is_causal=True), {}),
     "causal, grouped queries": lambda: (Attention(is_causal=True, kv_heads=1, enable_gqa=True), {}),
@@ -122,6 +145,10 @@ MODULES: dict[str, Any] = {
     "padding left": lambda: (Attention(padded), {"mask": left_mask()}),
     "padding right": lambda: (Attention(padded), {"mask": left_mask().flip(1)}),
     "packed documents": lambda: (Attention(packed), {"mask": documents()}),
+    "chunked": lambda: (Attention(chunked), {}),
+    "sink": lambda: (Local(with_sink, sink=nn.Embedding(1, 1)), {}),
+    "learned bias": lambda: (Local(with_learned_bias, table=nn.Embedding(9, 1)), {}),
+    "heads for later tokens": lambda: (Local(with_later_tokens, later=nn.Linear(WIDTH, WIDTH)), {}),
     "prefix LM": lambda: (Attention(prefixed), {}),
     "no mask": lambda: (Attention(), {}),
     "cross attention": lambda: (Attention(), {"memory": torch.randn(BATCH, 17, WIDTH)}),

@@ -218,10 +218,10 @@ class Mesh:
 
     def _mesh_of(self, **groups: dist.ProcessGroup) -> DeviceMesh:
         """The mesh with these groups as its dimensions, by their names."""
-        ranks = torch.zeros((), dtype=torch.int64)  # relative to this one
-        for group in groups.values():
-            ranks = ranks[..., None] + torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
         with unset_fake_temporarily():
+            ranks = torch.zeros((), dtype=torch.int64)  # relative to this one
+            for group in groups.values():
+                ranks = ranks[..., None] + torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
             made = DeviceMesh.from_group(
                 list(groups.values()),
                 self.device_mesh.device_type,

@@ -313,6 +313,7 @@ def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
     if fixed is None:
         return {}
     if isinstance(fixed, Plan):
+        _check_no_context_parallelism(fixed.cp)
         defaults = {f.name: f.default for f in fields(Plan) if f.default is not MISSING}
         return {name: getattr(fixed, name) for name, default in defaults.items() if getattr(fixed, name) != default}
     if not isinstance(fixed, Mapping):
@@ -321,8 +322,17 @@ def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
     if unknown is not None:
         raise ValueError(f"fixed: {unknown}")
     checked = Plan(**fixed)
+    _check_no_context_parallelism(checked.cp)
     # -1 stands for what the other axes leave. The search chooses that.
     return {name: getattr(checked, name) for name in fixed if not (name in _DEGREES and fixed[name] == -1)}
+
+
+def _check_no_context_parallelism(degree: int) -> None:
+    if degree > 1:
+        raise ValueError(
+            f"fixed has cp={degree}, but plans are not searched with context parallelism; estimate the plans that you "
+            "have in mind by ts.estimate, or leave cp out"
+        )
 
 
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
