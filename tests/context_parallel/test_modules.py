@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from sequence_parity import LAYOUTS, check_model
 from torch import nn
 
+from tensorshard.torch_private.recomputation import function_calls
+
 VOCABULARY, BATCH, LENGTH, WIDTH = 31, 2, 23, 16
 
 
@@ -254,8 +256,19 @@ class Doubled(torch.autograd.Function):
 
 
 def test_a_custom_autograd_function_is_given_whole_tensors():
-    group = check_model(Body(Local(Doubled.apply)), {"x": tokens(), "y": tokens()}, {"x": 1, "y": 1})
+    body = Body(Local(lambda x: Doubled.apply(x)))  # noqa: PLW0108
+    group = check_model(body, {"x": tokens(), "y": tokens()}, {"x": 1, "y": 1})
     assert [name for name, _ in group.fallbacks] == ["Doubled"]
+
+
+def test_a_custom_autograd_function_whose_apply_was_taken_before():
+    batch, dims = {"x": tokens(), "y": tokens()}, {"x": 1, "y": 1}
+    body = Body(Local(Doubled.apply))
+    if function_calls.sees_bound:
+        assert [name for name, _ in check_model(body, batch, dims).fallbacks] == ["Doubled"]
+    else:
+        with pytest.raises(RuntimeError, match=r"Doubled was called through an `apply` that was taken from it before"):
+            check_model(body, batch, dims)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

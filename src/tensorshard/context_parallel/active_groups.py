@@ -39,11 +39,17 @@ class Replacement:
 
 
 _replacements: list[Replacement] = []
+_preparations: list[Callable[[], None]] = []
 
 
 def replace_while_active(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Registers a replacement, when this package is imported."""
     _replacements.append(Replacement(owner, name, make))
+
+
+def prepare_before_active(prepare: Callable[[], None]) -> None:
+    """Registers what is called whenever the first thread begins to work for a group."""
+    _preparations.append(prepare)
 
 
 def active() -> Activation | None:
@@ -69,8 +75,11 @@ def _enter() -> None:
     with _lock:
         _users += 1
         if _users == 1:
+            for prepare in _preparations:
+                prepare()
             for each in _replacements:
-                each.original = getattr(each.owner, each.name)
+                is_class = isinstance(each.owner, type)  # whose attribute may be a descriptor, to be set again
+                each.original = vars(each.owner)[each.name] if is_class else getattr(each.owner, each.name)
                 setattr(each.owner, each.name, each.make(each.original))
 
 

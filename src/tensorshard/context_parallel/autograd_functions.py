@@ -7,12 +7,20 @@ rank's parts; recomputation repeats a forward with sequence tensors.
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from tensorshard.context_parallel.active_groups import Activation, activated, active, replace_while_active
+from tensorshard.context_parallel.active_groups import (
+    Activation,
+    activated,
+    active,
+    prepare_before_active,
+    replace_while_active,
+)
 from tensorshard.context_parallel.fallback import compute_whole
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
+from tensorshard.model.reachable_state import is_foreign
 from tensorshard.torch_private.recomputation import (
     IDENTITIES,
     PLAIN_MARKERS,
@@ -103,8 +111,40 @@ def _repeating(original: Callable[..., Any]) -> Callable[..., Any]:
     return generator
 
 
+def _refuse_unseen_calls() -> None:
+    """Makes forwards of the user's autograd functions refuse sequence tensors, where calls of them may not be seen."""
+    waiting = list(torch.autograd.Function.__subclasses__())
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        forward = vars(cls).get("forward")
+        if cls in _refusing or is_foreign(cls.__module__) or not isinstance(forward, staticmethod):
+            continue
+        _refusing.add(cls)
+        cls.forward = staticmethod(_refusing_sequences(cls.__name__, forward.__func__))  # type: ignore[method-assign]
+
+
+def _refusing_sequences(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, SequenceTensor) for arg in args):
+            raise RuntimeError(
+                f"the autograd function {name} was called through an `apply` that was taken from it before, as by "
+                f"`f = {name}.apply`, with a sequence of which each rank has a part; torch {torch.__version__} gives "
+                f"cp no way to see such calls: call {name}.apply(...) itself, or set cp=1"
+            )
+        return forward(*args, **kwargs)
+
+    return checked
+
+
+_refusing: WeakSet[Any] = WeakSet()
+
+
 def register() -> None:
     """Guards autograd functions while a thread works for a group."""
     function_calls.guard = _guard
-    replace_while_active(function_calls.function, "__code__", lambda original: function_calls.guarded)
+    if not function_calls.sees_bound:
+        prepare_before_active(_refuse_unseen_calls)
+    replace_while_active(*function_calls.place, lambda original: function_calls.guarded)
     replace_while_active(*repeated_forwards(), _repeating)

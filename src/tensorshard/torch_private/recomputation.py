@@ -43,29 +43,47 @@ def is_reentrant_checkpoint(function: type[torch.autograd.Function]) -> bool:
 
 
 class FunctionCalls:
-    """All calls of custom autograd functions, also through an ``apply`` that code took long ago (``f = F.apply``).
+    """All calls of custom autograd functions. They go to `guard(cls, args, kwargs)` while :attr:`guarded` is in place.
 
-    They go to `guard(cls, args, kwargs)` while `code` is :attr:`guarded`. It replaces the code of
-    ``torch.autograd.Function.apply``, which bound methods share.
+    Where ``torch.autograd.Function.apply`` is written in Python, its code is replaced, which bound methods share: a
+    call through an ``apply`` that was taken long ago (``f = F.apply``) is guarded as well. In torch 2.15 it is written
+    in C, and the attribute of the class is replaced.
 
     Why: functions that know no tensor classes have to be given plain tensors before autograd looks at them.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none for a method that is bound already.
+
+    Attributes:
+        sees_bound: whether calls through an ``apply`` that was taken before are guarded.
+        place: what has to be replaced, an object and the name of its attribute.
+        guarded: what to replace it by.
     """
 
     guard: Callable[[Any, Any, Any], Any]
 
     def __init__(self) -> None:
-        self.function: FunctionType = torch.autograd.Function.__dict__["apply"].__func__
-        f = self.function
-        self._original = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
-        self.guarded = _code_that_asks()
+        descriptor: Any = vars(torch.autograd.Function)["apply"]
+        f: FunctionType | None = getattr(descriptor, "__func__", None)
+        self.sees_bound = f is not None
+        self._original: Callable[..., Any]
+        self.place: tuple[Any, str]
+        self.guarded: Any
+        if f is None:
+            self.place, self.guarded = (torch.autograd.Function, "apply"), classmethod(_ask)
+            self._original = lambda cls, *args, **kwargs: descriptor.__get__(None, cls)(*args, **kwargs)
+        else:
+            self.place, self.guarded = (f, "__code__"), _code_that_asks()
+            self._original = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
 
     def apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
         """``cls.apply(*args, **kwargs)`` as torch does it."""
         return self._original(cls, *args, **kwargs)
+
+
+def _ask(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return function_calls.guard(cls, args, kwargs)
 
 
 def _code_that_asks() -> CodeType:
