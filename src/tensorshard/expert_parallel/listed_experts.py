@@ -23,25 +23,10 @@ from tensorshard.expert_parallel.checks import MODEL_ERRORS, first_difference, g
 from tensorshard.expert_parallel.exchange import exchange_counts, exchange_rows
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
-from tensorshard.tensor_parallel.table.layouts import Layout
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
 
 _MANY_TOKENS, _SOME_TOKENS = 300, 11  # in checks; the first exceed what an expert may take at most, if it is limited
 _LARGE = 1 << 26  # elements of a module outside of all blocks that is not tried, as it may be the model's main part
-
-
-@dataclass(frozen=True)
-class OwnedLayout(Layout):
-    """A parameter that one rank holds whole; the others hold none of it.
-
-    Args:
-        owner: the rank.
-    """
-
-    owner: int = 0
-
-    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        return [(0, self.parts[0] if rank == self.owner else 0)]
 
 
 @dataclass(frozen=True)
@@ -64,10 +49,10 @@ class ListedExperts:
         """The rank that has the expert at `index`."""
         return index * self.ranks // len(self.members)
 
-    def layouts(self, module: nn.Module) -> dict[torch.Tensor, Layout]:
-        """How the parameters of the experts in `module` are split over the ranks."""
+    def owners(self, module: nn.Module) -> dict[torch.Tensor, int | None]:
+        """Which rank has which of the experts' parameters in `module`."""
         return {
-            p: OwnedLayout(0, (p.size(0),), self.owner(index))
+            p: self.owner(index)
             for index, name in enumerate(self.members)
             for p in module.get_submodule(name).parameters()
         }

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.tensor_parallel.table.layouts import Layout
 from tensorshard.torch_private.modules import own_parameters
 
 TOKENS = 11  # in a check by numbers
@@ -69,9 +68,9 @@ class StackedExperts(ABC):
             for name in self.counts:
                 setattr(module, name, self.experts)
 
-    def layouts(self, module: nn.Module) -> dict[torch.Tensor, Layout]:
-        """How the parameters of `module` are split over the ranks."""
-        return {p: Layout(0, (self.experts,)) for p in own_parameters(module).values()}
+    def owners(self, module: nn.Module) -> dict[torch.Tensor, int | None]:
+        """The parameters of `module` that are split. None: each rank has an equal part of the first dimension."""
+        return dict.fromkeys(own_parameters(module).values())
 
     def describe(self, ranks: int) -> str:
         """A few words, for people."""

@@ -10,7 +10,7 @@ from tensorshard.comm.decisions import decide_once
 from tensorshard.expert_parallel.search import SplitExperts, find_routed_experts
 from tensorshard.plan.mesh import Mesh
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
-from tensorshard.tensor_parallel.table.layouts import Layout
+from tensorshard.tensor_parallel.table.layouts import Layout, OwnedLayout
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.process_groups import alone_in_the_world
 
@@ -55,7 +55,9 @@ def split_all_experts(
     for name, call in experts.items():
         if name in here:
             call.split(here[name], group)
-        layouts.update(call.layouts(full_model.get_submodule(name)))
+        for parameter, owner in call.owners(full_model.get_submodule(name)).items():
+            rows = (parameter.size(0),)
+            layouts[parameter] = Layout(0, rows) if owner is None else OwnedLayout(0, rows, owner)
     named = {
         name: layouts[parameter]
         for name, parameter in full_model.named_parameters(remove_duplicate=False)

@@ -36,6 +36,20 @@ class Layout:
         return torch.Size(local)
 
 
+@dataclass(frozen=True)
+class OwnedLayout(Layout):
+    """A parameter that one rank holds whole; the others hold none of it.
+
+    Args:
+        owner: the rank.
+    """
+
+    owner: int = 0
+
+    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
+        return [(0, self.parts[0] if rank == self.owner else 0)]
+
+
 REPLICATED = Layout()
 """Every rank holds all of it."""
 
