@@ -4,6 +4,7 @@ A rank that is started anew imports torch for seconds; a fork begins at once. Th
 and no threads, which forks would lack.
 """
 
+import gc
 import os
 import random
 import signal
@@ -35,6 +36,7 @@ class KillAtFile:
         rank: that is killed, or that kills all.
         event: at which such call of that rank, counted from 0.
         delay: seconds after it.
+        in_start: whether calls count before training has begun, too.
         everyone: whether all ranks are killed.
         note: a file that gets what `doing` says of the path; "save in the background" if another thread touches it.
         doing: what is under way when a path is touched.
@@ -44,6 +46,7 @@ class KillAtFile:
     rank: int
     event: int
     delay: float
+    in_start: bool
     everyone: bool
     note: Path
     doing: Callable[[str], str]
@@ -56,10 +59,13 @@ class KillAtFile:
             nonlocal left
             if event not in _EVENTS or not args or not str(args[0]).startswith(f"{self.folder}/"):
                 return
+            doing = self.doing(str(args[0]))
+            if doing == "start" and not self.in_start:
+                return
             left -= 1
             if left == -1:
                 is_main = threading.current_thread() is threading.main_thread()
-                self.note.write_text(self.doing(str(args[0])) if is_main else "save in the background")
+                self.note.write_text(doing if is_main else "save in the background")
                 if self.delay:
                     threading.Timer(self.delay, self._kill).start()
                 else:
@@ -176,7 +182,12 @@ def _be_rank(
 
 
 def import_what_they_import(names: set[str]) -> None:
-    """Imports modules here, so that forks have them. Those that cannot be imported here are left out."""
+    """Imports modules here, so that forks have them. Those that cannot be imported here are left out.
+
+    What is here now is no more looked at for garbage: each look would copy the memory of a fork.
+    """
     for name in sorted(names - set(sys.modules)):
         with suppress(Exception):
             __import__(name)
+    gc.collect()
+    gc.freeze()

@@ -258,6 +258,7 @@ def _kill_at_file(program: Program, output: Path, note: Path, nproc: int, draws:
         rank,
         event=draws.randrange(60 if rank == 0 else 6),
         delay=draws.choice([0.0, draws.uniform(0, 0.01)]),
+        in_start=draws.random() < 0.2,
         everyone=draws.random() < 0.5,
         note=note,
         doing=lambda path: program.doing(output, path),

@@ -165,6 +165,9 @@ class CallWatch:
         for _ in range(4):
             if self.verdict is None:
                 threading.Event().wait(0.25)  # for what another rank is writing
+                self.verdict = self._told()
+                if self.verdict is not None:
+                    break
                 culprit, self.verdict = self._cause(self._read(), call)
                 if self.verdict is not None:
                     self._raise_alarm(culprit, self.verdict, fatal=True)
@@ -248,6 +251,14 @@ class CallWatch:
         with suppress(RuntimeError):
             self._store.set(_ALARM, json.dumps({"culprit": culprit, "cause": cause, "fatal": fatal}))
         self._write_stacks(cause)
+
+    def _told(self) -> str | None:
+        """Why the rank that ended the others' collectives did so; its own end is no cause."""
+        with suppress(RuntimeError):
+            alarm = json.loads(self._store.get(_ALARM)) if self._store.check([_ALARM]) else {"fatal": False}
+            if alarm["fatal"]:
+                return str(alarm["cause"])
+        return None
 
     def _answer_alarm(self) -> None:
         """Writes this rank's stacks, and ends this process if it keeps the others waiting, where one of them asks."""
