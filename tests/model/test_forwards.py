@@ -44,11 +44,15 @@ def adding(digit, forward, /, x):
 
 
 def test_no_other_module_sets_a_forward():
+    others = (
+        "forwards.py",
+        "autograd_functions.py",
+    )  # the second sets those of autograd functions, which are no modules
     setting = re.compile(r"\.forward\s*=[^=]|setattr\([^)]*[\"']forward[\"']")
     found = [
         path.name
         for path in SOURCES.rglob("*.py")
-        if path.name != "forwards.py" and any(setting.search(line) for line in path.read_text().splitlines())
+        if path.name not in others and any(setting.search(line) for line in path.read_text().splitlines())
     ]
     assert found == []
 

@@ -121,7 +121,8 @@ def _refuse_unseen_calls() -> None:
         if cls in _refusing or is_foreign(cls.__module__) or not isinstance(forward, staticmethod):
             continue
         _refusing.add(cls)
-        cls.forward = staticmethod(_refusing_sequences(cls.__name__, forward.__func__))  # type: ignore[method-assign]
+        checked = staticmethod(_refusing_sequences(cls.__name__, forward.__func__))
+        setattr(cls, "forward", checked)  # noqa: B010
 
 
 def _refusing_sequences(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
