@@ -219,7 +219,8 @@ def _find_call(module: nn.Module, members: tuple[str, ...], ranks: int) -> Liste
         for width in widths:
             run = _Run(module, members, width, dims)
             try:
-                failed = run.why_not(min(ranks, len(members)))
+                with torch.random.fork_rng(devices=[]):  # one rank searches; all draw the same afterwards
+                    failed = run.why_not(min(ranks, len(members)))
             except MODEL_ERRORS:
                 continue
             if failed is None:

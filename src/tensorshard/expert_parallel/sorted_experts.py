@@ -51,7 +51,7 @@ class SortedCall(StackedExperts):
     ) -> torch.Tensor:
         with self.local(module, ranks):
             rows = arguments[self.tokens].chunk(ranks)
-            return torch.cat([forward_of(rank)(**{self.tokens: rows[rank]}) for rank in range(ranks)])
+            return torch.cat([self.run(forward_of(rank), {self.tokens: rows[rank]}) for rank in range(ranks)])
 
     def split(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         wrap_forward(module, Role.ROUTED_EXPERTS, partial(_compute, module, self, group))
@@ -84,6 +84,6 @@ def _compute(
     by_rank = [part.view(experts, -1, *rows.shape[1:]) for part in rows.split(received)]
     lengths = [part.size(1) for part in by_rank]
     with call.local(module, ranks):
-        results = forward(**{call.tokens: torch.cat(by_rank, 1).flatten(0, 1)})
+        results = call.run(forward, {call.tokens: torch.cat(by_rank, 1).flatten(0, 1)})
     parts = results.view(experts, -1, *results.shape[1:]).split(lengths, 1)
     return exchange_rows(torch.cat([part.flatten(0, 1) for part in parts]), received, sent, group)
