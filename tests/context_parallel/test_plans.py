@@ -11,7 +11,6 @@ from torch import nn
 import parity
 import tensorshard as ts
 from tensorshard.context_parallel.split_sequences import first_sequence, sequence_dim
-from tensorshard.predict.search.problem import fixed_fields
 
 # id: (model, ranks, fields of the plan)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -245,11 +244,6 @@ def _wrong_dims(dims: dict[str, int]) -> str:
 )
 def test_plans_that_cannot_be(fields, said):
     assert said in _refused(lambda: ts.Plan(**fields).resolve(4))
-
-
-def test_a_search_of_plans_refuses_parts_of_sequences():
-    for fixed in ({"cp": 2}, ts.Plan(cp=2)):
-        assert "fixed has cp=2, but plans are not searched" in _refused(lambda fixed=fixed: fixed_fields(fixed))
 
 
 def test_wrong_dimensions_of_sequences(ranks):

@@ -441,7 +441,7 @@ def _is_of_each(transfer: Transfer, plan: Plan) -> bool:
         return transfer.collective in ("send", "receive")  # not those of the loss, and of gradients that stages share
     if transfer.section == UPDATE:
         return False
-    if transfer.axis in ("dp_replicate", "dp_shard", "dp", "world"):
+    if transfer.axis in ("dp_replicate", "dp_shard", "dp", "shard", "gradients", "world"):
         if plan.zero == 2:
             return transfer.section == BACKWARD
         return plan.zero == 3 and transfer.collective != "all_reduce"

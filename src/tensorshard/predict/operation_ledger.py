@@ -51,7 +51,10 @@ _FUNCTIONAL: dict[str, str] = {
 }
 
 # Axis and collective of what FSDP sends for parameters and gradients.
-_OF_FSDP = {("dp_shard", "all_gather"), ("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")}
+_OF_FSDP = {
+    *((axis, collective) for axis in ("dp_shard", "shard") for collective in ("all_gather", "reduce_scatter")),
+    ("dp_replicate", "all_reduce"),
+}
 
 
 @dataclass
@@ -109,6 +112,8 @@ class OperationLedger(TorchDispatchMode):
         for (transfer, group), count in self._counts.transfers.items():
             if transfer.ranks > 1:
                 axis = axes[group]
+                if axis == "cp" and (transfer.part_of or transfer.collective) != "all_to_all":
+                    axis = "shard"  # with one data rank, parameters and gradients travel along cp alone
                 hidden = transfer.overlaps or (plan.zero == 3 and _is_of_fsdp(transfer, axis))
                 found.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
         return found
@@ -204,8 +209,13 @@ def _is_of_fsdp(transfer: Transfer, axis: str) -> bool:
 
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:
-    """The axis along which a group of this rank lies; "dp" for both data axes, "world" for any other group."""
+    """The axis along which a group of this rank lies; "dp" for both data axes, "shard" for dp_shard and cp,
+    "gradients" for all three, "world" for any other group."""
     for axis in AXES:
         if mesh.degrees[axis] > 1 and ranks == group_ranks(mesh.rank, axis, mesh.degrees):
             return axis
+    if mesh.degrees["cp"] > 1 and len(ranks) in (mesh.shard_size, mesh.gradient_ranks):
+        step = mesh.degrees["tp"]
+        if ranks == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
+            return "shard" if len(ranks) == mesh.shard_size else "gradients"
     return "dp" if len(ranks) == mesh.dp_size < mesh.world_size else "world"

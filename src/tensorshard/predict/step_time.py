@@ -196,6 +196,8 @@ def link_of(axis: str, ranks: int, plan: Plan, world_size: int, rates: Rates) ->
         stride = math.prod(getattr(plan, inner) for inner in AXES[AXES.index(axis) + 1 :])
     elif axis == "dp":
         stride = plan.cp * plan.tp
+    elif axis in ("shard", "gradients"):
+        stride = plan.tp
     if stride * (ranks - 1) < rates.devices_per_node:
         return rates.within_node
     together = max(1, rates.devices_per_node // stride)

@@ -1,14 +1,18 @@
 """Every plan that a world allows, by arithmetic alone; and the plans that it does not allow, with the reason."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tensorshard.context_parallel.split_sequences import first_sequence
 from tensorshard.plan.plan import RECOMPUTE_MODES, Plan
 from tensorshard.predict.search.problem import SearchProblem
 
 # Schedules that are tried, with the stages of each rank. Others take as long as one of these, or differ only in memory.
 _SCHEDULES: tuple[tuple[str, int | None], ...] = (("1f1b", None), ("interleaved_1f1b", 2), ("zbv", 2))
+# Fields that say how samples are cut. Where none is fixed, sequences are cut only where samples cannot be.
+_OF_SAMPLES = {"dp_replicate", "dp_shard", "cp"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ def candidates(problem: SearchProblem) -> tuple[list[Candidate], list[Refusal]]:
     """The plans to choose from, simpler ones first, and the regions without any plan."""
     refused: dict[str, str] = {}
     found: list[Candidate] = []
-    for tp, pp, dp in _splits(problem, refused):
-        for shape in _shapes(problem, tp, pp, dp):
+    for tp, pp, cp, dp in _splits(problem, refused):
+        for shape in _shapes(problem, tp, pp, cp, dp):
             for plan in _plans(problem, shape, problem.global_batch // dp, refused):
                 size = problem.global_batch // dp // plan.micro_batches
                 found.append(Candidate(plan, size, len(found)))
@@ -55,11 +59,11 @@ def candidates(problem: SearchProblem) -> tuple[list[Candidate], list[Refusal]]:
     return found, [Refusal(region, reason) for region, reason in refused.items() if region not in there]
 
 
-def _splits(problem: SearchProblem, refused: dict[str, str]) -> Iterator[tuple[int, int, int]]:
-    """Degrees of tp, pp and of both data axes together."""
+def _splits(problem: SearchProblem, refused: dict[str, str]) -> Iterator[tuple[int, int, int, int]]:
+    """Degrees of tp, pp, cp and of both data axes together."""
     world, batch = problem.world_size, problem.global_batch
     node = problem.rates.devices_per_node
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "pp", "cp"):
         degree = problem.fixed.get(axis, 1)
         if world % degree:
             refused[f"{axis}={degree}"] = f"does not divide the {world} ranks"
@@ -72,14 +76,30 @@ def _splits(problem: SearchProblem, refused: dict[str, str]) -> Iterator[tuple[i
         for pp in _options(problem, "pp", _divisors(world // tp)):
             if world // tp % pp:
                 continue
-            dp = world // tp // pp
-            if batch % dp:
-                refused[f"dp={dp}"] = f"does not divide the batch of {batch} samples"
-                continue
-            yield tp, pp, dp
+            for cp in _options(problem, "cp", _sequence_parts(problem, world // tp // pp)):
+                if world // tp // pp % cp:
+                    continue
+                dp = world // tp // pp // cp
+                if batch % dp:
+                    refused[f"dp={dp}"] = f"does not divide the batch of {batch} samples"
+                    continue
+                yield tp, pp, cp, dp
 
 
-def _shapes(problem: SearchProblem, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
+def _sequence_parts(problem: SearchProblem, ranks: int) -> list[int]:
+    """Degrees of cp for so many ranks of each pipeline stage and place along tp."""
+    if not problem.may_split_sequences:
+        return [1]
+    first = first_sequence({"": problem.inputs})
+    # A number for each sample and feature is no sequence.
+    is_one = first is not None and (first[0].dim() > 2 or not first[0].is_floating_point())
+    longest = first[0].shape[first[1]] // 2 if first is not None and is_one else 1
+    if problem.fixed.get("cp_dims") is not None:
+        longest = ranks
+    return [cp for cp in _divisors(ranks) if cp <= longest or cp == 1]
+
+
+def _shapes(problem: SearchProblem, tp: int, pp: int, cp: int, dp: int) -> Iterator[dict[str, Any]]:
     """Fields of a Plan with these degrees: the axes, sequence parallelism and the pipeline's schedule."""
     sequences = _options(problem, "sequence_parallel", (False, True) if tp > 1 else (False,))
     names = _options(problem, "pp_schedule", [name for name, _ in _SCHEDULES] if pp > 1 else ["1f1b"])
@@ -87,10 +107,11 @@ def _shapes(problem: SearchProblem, tp: int, pp: int, dp: int) -> Iterator[dict[
         for name in names:
             default = dict(_SCHEDULES).get(name) if pp > 1 else None
             for stages in _options(problem, "pp_stages_per_rank", (default,)):
-                for shard in _shard_degrees(problem, tp, dp):
+                for shard in _shard_degrees(problem, tp * cp, dp):
                     yield {
                         "tp": tp,
                         "pp": pp,
+                        "cp": cp,
                         "dp_shard": shard,
                         "dp_replicate": dp // shard,
                         "sequence_parallel": sequence,
@@ -99,10 +120,14 @@ def _shapes(problem: SearchProblem, tp: int, pp: int, dp: int) -> Iterator[dict[
                     }
 
 
-def _shard_degrees(problem: SearchProblem, tp: int, dp: int) -> list[int]:
-    """The values of dp_shard to try: all data ranks, or those of a node (hybrid sharding)."""
+def _shard_degrees(problem: SearchProblem, inner: int, dp: int) -> list[int]:
+    """The values of dp_shard to try: all data ranks, or those of a node (hybrid sharding).
+
+    Args:
+        inner: how many ranks compute for one data rank within a node.
+    """
     degrees = [dp]
-    within = max((d for d in _divisors(dp) if d * tp <= problem.rates.devices_per_node), default=1)
+    within = max((d for d in _divisors(dp) if d * inner <= problem.rates.devices_per_node), default=1)
     if 1 < within < dp:
         degrees.append(within)
     fixed = problem.fixed.get("dp_shard"), problem.fixed.get("dp_replicate")
@@ -119,7 +144,7 @@ def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: d
     Args:
         batch: samples of one data rank.
     """
-    several = shape["dp_shard"] > 1
+    several = shape["dp_shard"] * shape["cp"] > 1
     if shape["dp_replicate"] > 1 and several:
         levels: Sequence[Any] = (1, 2, 3)  # ZeRO 0 shards nothing: all data ranks are replicas, which is another shape
     else:
@@ -135,6 +160,8 @@ def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: d
         for recompute in _options(problem, "recompute", RECOMPUTE_MODES):
             for zero in _options(problem, "zero", levels):
                 for count in _options(problem, "micro_batches", counts):
+                    if math.gcd(shape["cp"], batch // count) > 1 and not problem.fixed.keys() & _OF_SAMPLES:
+                        continue  # with more data ranks, each micro-batch has fewer samples, and nothing is exchanged
                     chosen = {**shape, "zero": zero, "recompute": recompute, "offload": offload, "micro_batches": count}
                     whole = recompute != "none" or shape["tp"] > 1 or (zero == 3 and several)
                     if whole and shape["pp_schedule"] == "zbv" and "pp_schedule" not in problem.fixed:

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class ModelFacts:
         equal_blocks: names of blocks that are built alike; none if they are few.
         parameters: elements of all parameters.
         units: how often the forward calls what a pipeline cannot cut: the most stages that there can be.
+        attention: (bytes of queries and outputs, bytes of keys and values) of each call of attention -> how often.
     """
 
     samples: int
@@ -57,6 +58,7 @@ class ModelFacts:
     equal_blocks: tuple[str, ...] = ()
     parameters: int = 0
     units: int = 0
+    attention: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 class _BlockKernels(TorchDispatchMode):
@@ -64,12 +66,14 @@ class _BlockKernels(TorchDispatchMode):
 
     Attributes:
         kernels: of all blocks. calls, outputs: how many blocks were called, and the bytes that they returned.
+        attention: as in :class:`ModelFacts`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = SampledLoop()
         self.kernels: Counter[Kernel] = Counter()
+        self.attention: Counter[tuple[int, int]] = Counter()
         self.calls = self.outputs = 0
         self._depth = 0  # how many of the blocks that are running are inside of each other
 
@@ -80,6 +84,9 @@ class _BlockKernels(TorchDispatchMode):
         if cost is not None:
             kernel = Kernel(FORWARD, str(func.overloadpacket), cost.dtype, cost.flops, cost.nbytes)
             self.kernels[kernel] += self.loop.times
+        if "scaled_dot_product" in func.__name__:
+            queries, keys, values = args[:3]
+            self.attention[2 * queries.nbytes, keys.nbytes + values.nbytes] += self.loop.times
         return output
 
     def enter(self, *_: Any) -> None:
@@ -149,4 +156,5 @@ def _one_forward(model: nn.Module, batch: Any, samples: int, named: list[str] | 
         output=output,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         units=len(called),
+        attention=counter.attention,
     )

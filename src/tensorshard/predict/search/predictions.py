@@ -68,22 +68,24 @@ class Predictions:
         """The prediction for a plan."""
         return Prediction(self._memory(candidate), *self._seconds(candidate))
 
-    def _nearest(self, plan: Plan) -> tuple[Trace, TraceKey, int]:
-        """The nearest trace to a plan, its key, and the number of tp ranks by which to divide its work."""
+    def _nearest(self, plan: Plan) -> tuple[Trace, TraceKey, int, int]:
+        """The nearest trace to a plan, its key, and the numbers of tp and of cp ranks by which to divide its work."""
         wanted = trace_key(plan)
-        plain = wanted._replace(recompute="none")
-        for key in (wanted, plain, plain._replace(sequence_parallel=not wanted.sequence_parallel)):
-            if key in self.traces:
-                return self.traces[key], key, 1
-        return self.traces[BASE], BASE, wanted.tp
+        for cp in dict.fromkeys((wanted.cp, 1)):
+            same = wanted._replace(cp=cp)
+            plain = same._replace(recompute="none")
+            for key in (same, plain, plain._replace(sequence_parallel=not wanted.sequence_parallel)):
+                if key in self.traces:
+                    return self.traces[key], key, 1, wanted.cp // cp
+        return self.traces[BASE], BASE, wanted.tp, wanted.cp
 
     # Memory: a lower bound.
 
     def _memory(self, candidate: Candidate) -> int:
         plan = candidate.plan
-        trace, key, split = self._nearest(plan)
+        trace, key, split, parts = self._nearest(plan)
         split *= plan.pp
-        zero, shard = int(plan.zero), plan.dp_shard
+        zero, shard = int(plan.zero), plan.shard_size
         copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
         base, largest = self.traces[BASE], self._largest(plan)  # which is in one of the stages
         width = 4 if plan.precision == "fp32" else 6
@@ -101,7 +103,7 @@ class Predictions:
             gradients, optimizer = 0.0, 0.0
             if not self.problem.on_cpus:  # master weights are in the host's memory
                 parameters = gathered if zero == 3 and shard > 1 else whole * copies
-        activations = self._activations(plan, trace, key) * candidate.micro_batch / split
+        activations = self._activations(plan, trace, key) * candidate.micro_batch / split / parts
         if plan.pp > 1:
             times = plan.micro_batches / plan.pp
             activations *= _UNEVEN * plan.pp * _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, times)
@@ -138,23 +140,24 @@ class Predictions:
             return 0.0
         # A block that is recomputed keeps its inputs.
         width = 1.0 if plan.precision == "fp32" else 0.5
-        return self.facts.block_outputs * width / self.facts.samples / (plan.tp if key.tp == plan.tp else 1)
+        traced = (plan.tp if key.tp == plan.tp else 1) * (plan.cp if key.cp == plan.cp else 1)
+        return self.facts.block_outputs * width / self.facts.samples / traced
 
     # Seconds.
 
     def _seconds(self, candidate: Candidate) -> tuple[float, float, float]:
         """Seconds of a step, of its bubble, and of waiting for communication."""
         plan, problem = candidate.plan, self.problem
-        trace, key, split = self._nearest(plan)
+        trace, key, split, parts = self._nearest(plan)
         size, count = candidate.micro_batch, plan.micro_batches
         # Each tp rank computes the layers between split ones in full, unless sequences are split, too.
         others = split if plan.sequence_parallel else 2 * split / (split + 1)
-        forward = trace.seconds(FORWARD, problem, size, split, others)
-        backward = trace.seconds(BACKWARD, problem, size, split, others)
+        forward = trace.seconds(FORWARD, problem, size, split * parts, others * parts)
+        backward = trace.seconds(BACKWARD, problem, size, split * parts, others * parts)
         if key.recompute != plan.recompute:
             backward += self._recompute_seconds(plan, size)
-        along_tp = self._along_tp(trace, key, candidate)
-        each = forward + backward + along_tp  # of a micro-batch
+        waiting = self._along_tp(trace, key, candidate, parts) + self._along_cp(trace, key, candidate)
+        each = forward + backward + waiting  # of a micro-batch
         work = each * count / plan.pp
         bubble = 0.0
         if plan.pp > 1:
@@ -162,10 +165,10 @@ class Predictions:
             bubble = work * _bubble(*schedule, share, may_split_backward(plan))
         passes = self._passes_over_gradients(plan) / plan.pp
         along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp, passes)
-        shard = split * plan.pp * (plan.dp_shard if plan.zero else 1)
+        shard = split * plan.pp * (plan.shard_size if plan.zero else 1)
         update = trace.seconds(UPDATE, problem, trace.samples, shard) + self._offload(plan, trace, split)
         seconds = work + bubble + along_dp + update + passes
-        return self.problem.on_cores(seconds, seconds - bubble), bubble, along_tp * count / plan.pp + along_dp
+        return self.problem.on_cores(seconds, seconds - bubble), bubble, waiting * count / plan.pp + along_dp
 
     def _recompute_seconds(self, plan: Plan, samples: int) -> float:
         """Seconds of recomputation for one micro-batch: of all kernels of the blocks, or, if it is selective, of those
@@ -173,9 +176,9 @@ class Predictions:
         if self.facts is None:
             return 0.0
         full = plan.recompute == "full"
-        key = (samples, plan.tp, full)
+        key = (samples, plan.tp * plan.cp, full)
         if key not in self._recomputation:
-            share = samples / self.facts.samples / plan.tp
+            share = samples / self.facts.samples / (plan.tp * plan.cp)
             self._recomputation[key] = sum(
                 scaled_kernel_time(self._in_precision(kernel, plan), self.problem, share) * count
                 for kernel, count in self.facts.kernels.items()
@@ -191,22 +194,41 @@ class Predictions:
             return kernel
         return replace(kernel, dtype=str(DTYPES[plan.precision]).removeprefix("torch."), nbytes=kernel.nbytes // 2)
 
-    def _along_tp(self, trace: Trace, key: TraceKey, candidate: Candidate) -> float:
+    def _traced(self, axis: str, trace: Trace, candidate: Candidate, parts: int = 1) -> float:
+        """Seconds of a trace's collectives along an axis for one micro-batch, if `parts` ranks share sequences."""
+        share = candidate.micro_batch / trace.samples / parts
+        return sum(
+            self._transfer(replace(transfer, nbytes=round(transfer.nbytes * share)), candidate.plan) * count
+            for transfer, count in trace.transfers
+            if transfer.axis == axis and transfer.collective != "receive"  # the rank receives while it sends
+        )
+
+    def _along_cp(self, trace: Trace, key: TraceKey, candidate: Candidate) -> float:
+        """Seconds of cp's exchanges for one micro-batch. Ranks wait for each of them."""
+        plan = candidate.plan
+        if key.cp == plan.cp:
+            return self._traced("cp", trace, candidate)
+        if self.facts is None:
+            return 0.0
+        # Keys and values are gathered, or they and queries go to and from the ranks of their heads; so in backward.
+        share = candidate.micro_batch / self.facts.samples / plan.tp * (1.0 if plan.precision == "fp32" else 0.5)
+        return sum(
+            2 * self._transfer(Transfer(FORWARD, "cp", "all_to_all", int(nbytes * share), plan.cp), plan) * count
+            for (queries, keys), count in self.facts.attention.items()
+            for nbytes in [min(keys, (queries + keys) / plan.cp)]
+        )
+
+    def _along_tp(self, trace: Trace, key: TraceKey, candidate: Candidate, parts: int) -> float:
         """Seconds of tp's collectives for one micro-batch. Ranks wait for each of them."""
         plan = candidate.plan
         if plan.tp == 1:
             return 0.0
         if key.tp == plan.tp:
-            share = candidate.micro_batch / trace.samples
-            return sum(
-                self._transfer(replace(transfer, nbytes=round(transfer.nbytes * share)), plan) * count
-                for transfer, count in trace.transfers
-                if transfer.collective != "receive"  # the rank receives while it sends
-            )
+            return self._traced("tp", trace, candidate, parts)
         if self.facts is None or not self.facts.blocks:
             return 0.0
         # A block has two pairs of split layers. The outputs of each pair are summed, and the gradients of its inputs.
-        nbytes = self.facts.block_outputs / self.facts.blocks * candidate.micro_batch / self.facts.samples
+        nbytes = self.facts.block_outputs / self.facts.blocks * candidate.micro_batch / self.facts.samples / plan.cp
         if plan.precision != "fp32":
             nbytes /= 2
         each = self._transfer(Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp), plan)
@@ -219,7 +241,8 @@ class Predictions:
             forward, backward: seconds of a micro-batch's kernels on a rank.
             passes: seconds of a step's passes over all gradients.
         """
-        if plan.dp_size == 1:
+        ranks = plan.dp_size * plan.cp  # that reduce gradients
+        if ranks == 1:
             return 0.0
         count, blocks = plan.micro_batches, 1 if self.facts is None else max(1, self.facts.blocks // plan.pp)
         gradients = self.traces[BASE].gradients / plan.tp / plan.pp / blocks
@@ -229,15 +252,15 @@ class Predictions:
             return self._transfer(Transfer(BACKWARD, axis, collective, int(nbytes), ranks), plan) * blocks
 
         if plan.zero == 0:
-            gathered, reduced = 0.0, seconds("all_reduce", "dp_shard", gradients, plan.dp_size)
+            gathered, reduced = 0.0, seconds("all_reduce", "gradients", gradients, ranks)
         else:
             times = count if plan.zero == 3 else 1
-            gathered = seconds("all_gather", "dp_shard", weights, plan.dp_shard) * times
-            reduced = seconds("reduce_scatter", "dp_shard", gradients, plan.dp_shard)
+            gathered = seconds("all_gather", "shard", weights, plan.shard_size) * times
+            reduced = seconds("reduce_scatter", "shard", gradients, plan.shard_size)
             reduced *= count if int(plan.zero) >= 2 else 1
             reduced += gathered * self._in_blocks if plan.zero == 3 and plan.pp == 1 else 0.0
             if plan.dp_replicate > 1:
-                replicas = seconds("all_reduce", "dp_replicate", gradients / plan.dp_shard, plan.dp_replicate)
+                replicas = seconds("all_reduce", "dp_replicate", gradients / plan.shard_size, plan.dp_replicate)
                 reduced += replicas * (count if plan.zero == 2 else 1)
         if not self.problem.rates.asynchronous:
             return gathered + reduced
@@ -258,11 +281,11 @@ class Predictions:
     def _passes_over_gradients(self, plan: Plan) -> float:
         """Seconds of adding up gradients, and of packing and unpacking messages, without a pipeline."""
         kind = "fp32" if plan.precision == "fp32" else "narrower"
-        passes = _ADDED[kind][int(plan.zero) >= 2 and plan.dp_shard > 1] * (plan.micro_batches - 1)
-        if plan.dp_size > 1:
+        passes = _ADDED[kind][int(plan.zero) >= 2 and plan.shard_size > 1] * (plan.micro_batches - 1)
+        if plan.dp_size * plan.cp > 1:
             times = plan.micro_batches if int(plan.zero) >= 2 else 1
             passes += (_SUMMED if self.problem.on_cpus else 0) * times
-            passes += _COPIED[kind] * times if plan.zero == 3 and plan.dp_shard > 1 else 0
+            passes += _COPIED[kind] * times if plan.zero == 3 and plan.shard_size > 1 else 0
         rates = self.problem.rates
         low, high = rates.memory_efficiency
         return passes * self.traces[BASE].gradients / plan.tp / (rates.memory_bandwidth * (low * high) ** 0.5)
@@ -273,7 +296,7 @@ class Predictions:
     def _offload(self, plan: Plan, trace: Trace, split: int) -> float:
         if plan.offloaded is None or plan.offloaded.optimizer is None:
             return 0.0
-        states = 2 * trace.optimizer / split / plan.pp / (plan.dp_shard if plan.zero else 1)  # read and written
+        states = 2 * trace.optimizer / split / plan.pp / (plan.shard_size if plan.zero else 1)  # read and written
         rates = self.problem.rates
         if plan.offloaded.optimizer == "disk" and rates.disk_bandwidth:
             return states * min(self.problem.world_size, rates.devices_per_node) / rates.disk_bandwidth

@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 OBJECTIVES = ("time", "memory", "cost")
 
 SEARCHED = (
-    "dp_replicate", "dp_shard", "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "zero",
+    "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "zero",
     "micro_batches", "recompute", "offload",
 )  # fmt: skip
 """The fields of a Plan that a search chooses; all others are the user's, or at their defaults."""
@@ -90,9 +90,17 @@ class SearchProblem:
         """Whether a callable builds the model, so that blocks can be left out."""
         return not isinstance(self.model, nn.Module | PretrainedModel)
 
+    @property
+    def may_split_sequences(self) -> bool:
+        """Whether the fixed fields leave room for context parallelism."""
+        return not self.fixed.get("compile") and self.fixed.get("logits") != "tiled" and self.fixed.get("ep", 1) == 1
+
     def plan(self, **chosen: Any) -> Plan:
         """The Plan with the `chosen` fields and the fixed ones. A fixed field wins."""
-        return Plan(**{**chosen, **self.fixed})
+        fixed = dict(self.fixed)
+        if chosen["cp"] == 1 == fixed.get("cp", 1):  # how sequences are split says nothing where they are not
+            fixed |= {"cp_dims": None, "cp_order": "auto"}
+        return Plan(**{**chosen, **fixed})
 
     def batch(self, samples: int) -> tuple[Any, Any]:
         """Inputs and targets of `samples` samples: the first of the given ones; if these are too few, the first sample
@@ -313,7 +321,6 @@ def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
     if fixed is None:
         return {}
     if isinstance(fixed, Plan):
-        _check_no_context_parallelism(fixed.cp)
         defaults = {f.name: f.default for f in fields(Plan) if f.default is not MISSING}
         return {name: getattr(fixed, name) for name, default in defaults.items() if getattr(fixed, name) != default}
     if not isinstance(fixed, Mapping):
@@ -322,17 +329,8 @@ def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:
     if unknown is not None:
         raise ValueError(f"fixed: {unknown}")
     checked = Plan(**fixed)
-    _check_no_context_parallelism(checked.cp)
     # -1 stands for what the other axes leave. The search chooses that.
     return {name: getattr(checked, name) for name in fixed if not (name in _DEGREES and fixed[name] == -1)}
-
-
-def _check_no_context_parallelism(degree: int) -> None:
-    if degree > 1:
-        raise ValueError(
-            f"fixed has cp={degree}, but plans are not searched with context parallelism; estimate the plans that you "
-            "have in mind by ts.estimate, or leave cp out"
-        )
 
 
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")

@@ -34,6 +34,12 @@ class TraceKey(NamedTuple):
     tp: int
     sequence_parallel: bool
     recompute: str
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take the step together."""
+        return self.tp * self.cp
 
 
 BASE = TraceKey(1, False, "none")
@@ -41,7 +47,7 @@ BASE = TraceKey(1, False, "none")
 
 def trace_key(plan: Plan) -> TraceKey:
     """The key of the trace that `plan` is predicted from."""
-    return TraceKey(plan.tp, plan.sequence_parallel, plan.recompute)
+    return TraceKey(plan.tp, plan.sequence_parallel, plan.recompute, plan.cp)
 
 
 @dataclass
@@ -51,7 +57,7 @@ class Trace:
     Args:
         samples: the samples of the step.
         kernels: the kernels by section, with their counts.
-        transfers: the transfers along tp in forward and backward.
+        transfers: the transfers along tp and cp in forward and backward.
         parameters, gradients, optimizer, activations: the most bytes that were held of each at once.
         working: the most bytes of activations, temporaries and inputs that forward or backward held at once.
     """
@@ -148,7 +154,7 @@ def _run(problem: SearchProblem, key: TraceKey, samples: int) -> Trace:
     # Plans hold less of the model than one data rank, so that they compute more logits in tiles. So does a trace whose
     # model counts as having no parameters. It takes the least memory, which a bound needs.
     tiled = replace(problem, parameters=0)
-    return _trace_of(tiled.estimate(_alone(problem, key), key.tp, samples, borrow=True).ranks[0], samples)
+    return _trace_of(tiled.estimate(_alone(problem, key), key.ranks, samples, borrow=True).ranks[0], samples)
 
 
 def _alone(problem: SearchProblem, key: TraceKey) -> Plan:
@@ -158,7 +164,9 @@ def _alone(problem: SearchProblem, key: TraceKey) -> Plan:
     alone |= {"offload": None, **key._asdict()}
     if key.tp == 1:
         alone["tp_plan"] = None
-    return Plan(**{**problem.fixed, **alone}).resolve(key.tp)
+    if key.cp == 1:
+        alone |= {"cp_dims": None, "cp_order": "auto"}
+    return Plan(**{**problem.fixed, **alone}).resolve(key.ranks)
 
 
 def _extrapolated(few: Trace, more: Trace, blocks: Sequence[str]) -> Trace:
@@ -190,7 +198,8 @@ def _extrapolated(few: Trace, more: Trace, blocks: Sequence[str]) -> Trace:
 
 def _trace_of(rank: RankEstimate, samples: int) -> Trace:
     kernels = {section: list(rank.operations.of(section)) for section in SECTIONS}
-    transfers = [(t, n) for t, n in rank.operations.transfers.items() if t.section != UPDATE]
+    along = rank.operations.transfers.items()
+    transfers = [(t, n) for t, n in along if t.section != UPDATE and t.axis in ("tp", "cp")]
     most = {
         name: max([rank.by_category[name], *(moment.held[place] for moment in rank.history)])
         for place, name in enumerate(CATEGORIES)

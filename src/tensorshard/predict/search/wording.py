@@ -11,7 +11,7 @@ from tensorshard.predict.step_time import BUBBLE, COMMUNICATION, OFFLOAD
 _LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}
 _WORTH_SAYING = 0.02
 # The order in which rejected values of fields are listed.
-_TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "pp", "dp_replicate", "offload")
+_TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "cp", "pp", "dp_replicate", "offload")
 
 
 def plan_words(plan: Plan) -> str:
@@ -35,6 +35,10 @@ def found_reasons(one: CandidateState, best: CandidateState) -> list[str]:
         for category, share in _lost(one).items():
             if share >= _WORTH_SAYING:
                 said.append(f"{_cause(one.plan, category)} loses {share:.0%} {_LOSSES[category]}")
+    if one.plan.cp > 1 and one.estimate is not None:
+        exchanged = one.estimate.largest.traffic.get("cp", {}).values()
+        received = size_text(int(sum(traffic.sent for traffic in exchanged)))
+        said.append(f"cp={one.plan.cp} splits sequences, of which each rank receives {received} in a step")
     return said
 
 
@@ -140,5 +144,6 @@ def _cause(plan: Plan, category: str) -> str:
         return f"pp={plan.pp}"
     if category == OFFLOAD:
         return f"offload={plan.offload}"
-    names = [f"{name}={getattr(plan, name)}" for name in ("tp", "dp_replicate", "dp_shard") if getattr(plan, name) > 1]
+    axes = ("tp", "cp", "dp_replicate", "dp_shard")
+    names = [f"{name}={getattr(plan, name)}" for name in axes if getattr(plan, name) > 1]
     return " ".join(names) or f"pp={plan.pp}"
