@@ -2,7 +2,8 @@
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,8 @@ class SplitSequences(WholeSequences):
         dims: as :class:`tensorshard.Plan` takes ``cp_dims``.
         order: of positions.
         keeps_keys: whether keys and values of all ranks are kept for backward, and not fetched again.
+        listed: operations on whole sequences, as in :attr:`gathered_operations`, that were logged already; None to log
+            none.
     """
 
     are_split = True
@@ -53,6 +56,7 @@ class SplitSequences(WholeSequences):
         *,
         order: PositionOrder,
         keeps_keys: bool,
+        listed: Container[tuple[str, str]] | None = (),
     ) -> None:
         self.group = ContextGroup.of(group)
         self.group.refetches = not keeps_keys
@@ -64,7 +68,8 @@ class SplitSequences(WholeSequences):
             for name, parameter in inspect.signature(type(model).forward).parameters.items()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ][1:]
-        self._is_told = False
+        self._listed = listed
+        self._is_told = listed is None
         hook_root(model, RootRole.SPLIT_SEQUENCES, before=self._cut, with_kwargs=True)
         surround_root(model, RootRole.SPLIT_SEQUENCES, self.active)  # around the hook
 
@@ -91,7 +96,9 @@ class SplitSequences(WholeSequences):
         if self._is_told:
             return
         self._is_told = True
-        for (operation, line), times in self.group.fallbacks.most_common(_SHOWN if dist.get_rank() == 0 else 0):
+        assert self._listed is not None
+        found = Counter({key: times for key, times in self.group.fallbacks.items() if key not in self._listed})
+        for (operation, line), times in found.most_common(_SHOWN if dist.get_rank() == 0 else 0):
             logger.warning(
                 "context parallelism: %s (%s) was computed on whole sequences, by every rank, %d times in the first "
                 "forward, which is exact, and takes time and memory",

@@ -1,7 +1,7 @@
 """Builds an Engine from a model and a Plan: checks, world, initial weights, mesh, passes, Engine."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -198,6 +198,11 @@ def shard_model(
         from tensorshard.parallelize.split_tensors import choose_table
 
         decisions.table = choose_table(source, plan, mesh, sample_inputs, experts=decisions.experts or ())
+    gathered_operations: Collection[tuple[str, str]] = ()
+    if mesh.degrees["cp"] > 1 and not world().is_simulated:
+        from tensorshard.parallelize.check_sequences import check_sequences
+
+        gathered_operations = check_sequences(source, plan, mesh, sample_inputs).gathered.keys()
     context = PassContext(
         plan,
         mesh,
@@ -208,6 +213,7 @@ def shard_model(
         storage=storage,
         parameters=decisions.parameters,
         order=PositionOrder(plan.cp_order, in_stages=plan.pp > 1),
+        gathered_operations=gathered_operations,
     )
     if mesh.degrees["pp"] > 1:
         from tensorshard.parallelize.stages import shard_stages

@@ -1,6 +1,6 @@
 """What passes are applied to, and what they all depend on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ class PassContext:
         storage: where values are kept.
         parameters: as in :class:`tensorshard.parallelize.decisions.Decisions`.
         order: in which order ranks hold the positions of sequences.
+        gathered_operations: those on whole sequences that were found before training.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class PassContext:
     storage: Storage = field(default_factory=DeviceStorage)
     parameters: int | None = None
     order: PositionOrder = field(default_factory=PositionOrder)
+    gathered_operations: Collection[tuple[str, str]] = ()
 
 
 @dataclass

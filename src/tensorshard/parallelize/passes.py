@@ -76,6 +76,7 @@ def context_parallel(part: Part, context: PassContext) -> None:
             context.plan.cp_dims,
             order=context.order,
             keeps_keys=context.plan.recompute == "full",
+            listed=context.gathered_operations,
         )
 
 

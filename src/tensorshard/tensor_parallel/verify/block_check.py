@@ -145,6 +145,16 @@ class BlockCheck:
         """What the block computes on one device, in evaluation."""
         return self._expected.run
 
+    @property
+    def cotangents(self) -> list[torch.Tensor]:
+        """What its outputs were multiplied by before the backward."""
+        return self._expected.cotangents
+
+    @property
+    def draws(self) -> bool:
+        """Whether its run made random numbers on the host."""
+        return self._draws
+
     def _full_run(self) -> Expected:
         """What the full block computes: in evaluation, or, if it does not run backward there, in training.
 
