@@ -11,6 +11,7 @@ from torch import nn
 import tensorshard as ts
 from parity import assert_same_state
 from tensorshard.comm.sharding import to_local
+from tensorshard.weights.files.checkpoint_files import open_checkpoint
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -186,14 +187,8 @@ Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 def _train(kind: str, fields: dict[str, Any]) -> Trained:
     """Losses, the full state, and what this rank has of each parameter that is whole on it."""
-    model = made(kind)
-    sample = {"input_ids": tokens(0)[:1, :-1]}
-    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn, sample_inputs=sample)
-    share = slice(engine.mesh.dp_rank, None, engine.mesh.dp_size)
-    losses = []
-    for step in range(STEPS):
-        batch = tokens(step)[share]
-        losses.append(engine.step({"input_ids": batch[:, :-1]}, batch[:, 1:]).item())
+    engine = _engine(made(kind), fields)
+    losses = _steps(engine, range(STEPS))
     sharded = engine.sharded
     sharded.finish_gather()
     whole = {name: p.detach().clone() for name, p in sharded.shown_parameters().items() if not sharded.is_part(name)}
@@ -243,13 +238,8 @@ def _half_precision(level: int, precision: str, narrow: bool) -> tuple[list[floa
     initial = {name: value.clone() for name, value in base.state_dict().items()}
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(base, lora, autocast_adapter_dtype=not narrow)
-    plan = ts.Plan(zero=level, precision=precision)
-    engine = ts.parallelize(model, plan, optimizer=ADAMW, loss_fn=loss_fn)
-    share = slice(engine.mesh.dp_rank, None, engine.mesh.dp_size)
-    losses = []
-    for step in range(STEPS):
-        batch = tokens(step)[share]
-        losses.append(engine.step({"input_ids": batch[:, :-1]}, batch[:, 1:]).item())
+    engine = _engine(model, dict(zero=level, precision=precision))
+    losses = _steps(engine, range(STEPS))
     masters = engine.sharded.masters()
     frozen = {n: m for n, m in masters.items() if "lora" not in n}
     trained = [m for n, m in masters.items() if "lora" in n]
@@ -325,3 +315,63 @@ def test_what_has_no_master_is_not_trained_later(ranks, level):
     assert "'model.layers.0.mlp.up_proj.weight' was frozen" in message
     assert "held in bfloat16 without an fp32 master weight" in message
     assert "leave requires_grad=True at parallelize" in message
+
+
+def _saving(fields: dict[str, Any], path: str, kind: str) -> list[float]:
+    engine = _engine(made(kind), fields)
+    _steps(engine, range(2))
+    engine.save(path, trained_only=True)
+    return _steps(engine, range(2, STEPS))
+
+
+def _loading(fields: dict[str, Any], path: str, kind: str) -> list[float]:
+    """Training goes on from other adapters, on the same base."""
+    model = made(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    engine = _engine(model, fields)
+    engine.load(path)
+    return _steps(engine, range(2, STEPS))
+
+
+def _on_another_base(fields: dict[str, Any], path: str, kind: str) -> tuple[str, bool]:
+    model = made(kind)
+    parameter = [p for n, p in model.named_parameters() if "up_proj" in n and not p.requires_grad][-1]
+    with torch.no_grad():
+        parameter[[0, 1]] = parameter[[1, 0]]
+    engine = _engine(model, fields)
+    before = engine.full_state_dict()
+    with pytest.raises(ValueError) as caught:
+        engine.load(path)
+    return str(caught.value), all(torch.equal(v, before[n]) for n, v in engine.full_state_dict().items())
+
+
+def _engine(model: nn.Module, fields: dict[str, Any]) -> ts.Engine:
+    sample = {"input_ids": tokens(0)[:1, :-1]}
+    return ts.parallelize(model, ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn, sample_inputs=sample)
+
+
+def _steps(engine: ts.Engine, steps: range) -> list[float]:
+    share = slice(engine.mesh.dp_rank, None, engine.mesh.dp_size)
+    batches = [tokens(step)[share] for step in steps]
+    return [engine.step({"input_ids": batch[:, :-1]}, batch[:, 1:]).item() for batch in batches]
+
+
+@pytest.mark.fast_cases("saved-zero3-zero1")
+@pytest.mark.parametrize("then", ["zero0", "zero1", "zero3", "tp", "pp", "offload"])
+@pytest.mark.parametrize("written", ["zero0", "zero1", "zero3", "tp", "pp", "offload"])
+@pytest.mark.parametrize("kind", ["linear", "saved"])
+def test_checkpoints_of_what_is_trained_alone(ranks, tmp_path, kind, written, then):
+    path = tmp_path / "checkpoint"
+    expected = ranks(2, _saving, PLANS[written], str(path), kind)[0]
+    parameters = dict(made(kind).named_parameters())
+    there = {n.partition(".")[2] for n in open_checkpoint(path).metadata.state_dict_metadata if n.startswith("model.")}
+    assert there == {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert ranks(2, _loading, PLANS[then], str(path), kind)[0] == pytest.approx(expected, rel=1e-5)
+    message, unchanged = ranks(2, _on_another_base, PLANS[then], str(path), kind)[0]
+    assert unchanged
+    assert f"belongs to another base: 1 of {len(parameters) - len(there)} parameters" in message
+    with pytest.raises(ValueError, match="has the trained parameters alone"):
+        ts.from_pretrained(path, llama)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -144,7 +145,13 @@ class StateMethods:
             return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
     def save(
-        self, path: Any, *, extra: dict[str, Any] | None = None, overwrite: bool = False, background: bool = False
+        self,
+        path: Any,
+        *,
+        extra: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        background: bool = False,
+        trained_only: bool = False,
     ) -> None:
         """Writes a checkpoint to `path`: weights, optimizer, scaler, random state, step count and `extra`.
 
@@ -161,6 +168,9 @@ class StateMethods:
                 there (what has no room is written first). That memory is kept for the next save. A thread then writes
                 them while training goes on. If it fails, the next update raises the error on every rank;
                 :meth:`wait_for_save` waits for its end.
+            trained_only: whether frozen parameters, such as the base of adapters, are left out. The checkpoint has
+                their types, shapes and checksums instead, and :meth:`load` refuses it where they differ. Those that
+                were trained before and are frozen now are saved.
 
         Raises:
             FileExistsError: `path` is there already, and without `overwrite`, or it is not a checkpoint. Nothing was
@@ -171,7 +181,7 @@ class StateMethods:
         with explained("engine.save", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
-            manager, extra = self._checkpoints(), {} if extra is None else extra
+            manager, extra = self._checkpoints(trained_only=trained_only), {} if extra is None else extra
             if background:
                 memory = self._background.memory
                 save = manager.save_in_background(local_or_url(path), extra, overwrite=overwrite, memory=memory)
@@ -225,15 +235,15 @@ class StateMethods:
 
         Raises:
             FileNotFoundError: `path` is not a checkpoint.
-            ValueError: its tensors are not those of this model or optimizer; names the first that differ. Or it is
-                damaged; names the file.
+            ValueError: its tensors are not those of this model or optimizer; names the first that differ. Or it has the
+                trained parameters alone, of another base. Or it is damaged; names the file.
         """
         with explained("engine.load", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
             return self._checkpoints().load(local_or_url(path))
 
-    def _checkpoints(self) -> "CheckpointManager":
+    def _checkpoints(self, *, trained_only: bool = False) -> "CheckpointManager":
         # torch's distributed checkpoints take long to import.
         from tensorshard.checkpoint.checkpoint import CheckpointManager
         from tensorshard.checkpoint.parts import NumbersPart, OptimizerPart, RandomPart, WeightsPart
@@ -247,7 +257,7 @@ class StateMethods:
                 kind=class_of(self._optimizer),
                 wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
             ),
-            WeightsPart(self.sharded),
+            WeightsPart(self.sharded, self.mesh.world_group, self._trained_ever() if trained_only else None),
             NumbersPart(
                 step_count=self._steps,
                 scaler=self.scaler,
@@ -260,6 +270,19 @@ class StateMethods:
         return CheckpointManager(
             parts, self.mesh.world_group, self.device, self.storage.temporary_copy, self._background.last_plan
         )
+
+    def _trained_ever(self) -> set[str]:
+        """The names of the parameters that are trained on some rank, or were. A collective of a pipeline."""
+        held = {p for group in self._optimizer.param_groups for p in group["params"]}
+        own = {
+            name for name, master in self.sharded.masters().items() if master in held or self.sharded.is_trained(name)
+        }
+        own.update(() if self._owners is None else self._owners.names)
+        if self.mesh.degrees["pp"] == 1:
+            return own
+        stages: list[Any] = [None] * self.mesh.group("pp").size()
+        dist.all_gather_object(stages, own, group=self.mesh.group("pp"))
+        return set().union(*stages)
 
     def save_pretrained(
         self,
