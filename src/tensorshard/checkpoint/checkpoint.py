@@ -200,7 +200,7 @@ class CheckpointManager:
         checkpoint = succeed_together(lambda: self._read_description(source), group, "engine.load")
         stored = Stored(source, checkpoint.document, checkpoint.metadata)
         for part in self._parts:
-            part.begin_load()
+            part.begin_load(stored)
         copy = succeed_together(self._make_copy, group, "engine.load")
         tensors = {name: tensor for part in self._parts for name, tensor in part.room(stored, copy).items()}
         try:

@@ -4,7 +4,7 @@ Names of tensors and entries are the same under any plan, so that any other plan
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tensorshard.checkpoint.checksums import checksums
 from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
@@ -71,8 +72,8 @@ class Part:
     def check(self, stored: Stored) -> None:
         """Raises an error if the checkpoint is of something else. Nothing has been changed then."""
 
-    def begin_load(self) -> None:
-        """Called on all ranks before :meth:`room`."""
+    def begin_load(self, stored: Stored) -> None:
+        """Called on all ranks before :meth:`room`. A collective, which may refuse the checkpoint on all of them."""
 
     def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
         """Tensors that this rank's part of the checkpoint is read into, by their names in it."""
@@ -83,17 +84,42 @@ class Part:
 
 
 class WeightsPart(Part):
-    """The master weights and buffers of a model: ``model.NAME`` and ``buffers.NAME``."""
+    """The master weights and buffers of a model: ``model.NAME`` and ``buffers.NAME``.
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    Args:
+        group: all ranks.
+        only: names of the parameters that are saved; None for all. Of the others ``engine.json`` has types, shapes and
+            checksums.
+    """
+
+    def __init__(self, sharded: ShardedModel, group: dist.ProcessGroup, only: Collection[str] | None = None) -> None:
         self._sharded = sharded
+        self._group = group
+        self._only = only
         self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def entries(self) -> dict[str, Any]:
         return {"aliases": {name: first for name, first in self._sharded.aliases().items() if name != first}}
 
+    def gather(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """`entries` with the reference to the base, which is not saved."""
+        if self._only is None:
+            return entries
+        layouts = self._sharded.full_layouts()
+        base = {name: layouts[name] for name in self._sharded.full_shapes() if name not in self._only}
+        sums = checksums(self._sharded, {name: layout.dtype for name, layout in base.items()}, self._group)
+        return {
+            **entries,
+            "base": {
+                name: {"dtype": _short(layout.dtype), "shape": list(layout.shape), "checksum": sums[name]}
+                for name, layout in base.items()
+            },
+        }
+
     def tensors(self) -> dict[str, Any]:
         masters = {name: master.detach() for name, master in self._sharded.masters().items()}
+        if self._only is not None:
+            masters = {name: master for name, master in masters.items() if name in self._only}
         return self._named(masters, self._sharded.owned_buffers())
 
     def _named(self, masters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -112,8 +138,9 @@ class WeightsPart(Part):
             for key, entry in stored.metadata.state_dict_metadata.items()
             if key.startswith(("model.", "buffers.")) and isinstance(entry, TensorStorageMetadata)
         }
-        missing = [key for key in shapes if key not in there]
-        unknown = [key for key in there if key not in shapes]
+        base = {f"model.{name}": entry for name, entry in stored.document.get("base", {}).items()}
+        missing = [key for key in shapes if key not in there and key not in base]
+        unknown = [key for key in (*there, *base) if key not in shapes]
         reasons = []
         if missing:
             reasons.append(f"{len(missing)} tensors of the model are not in it, such as {missing[0]}")
@@ -122,17 +149,47 @@ class WeightsPart(Part):
         if reasons:
             raise ValueError(f"{stored.source} is a checkpoint of another model: {'; '.join(reasons)}")
         for key, shape in shapes.items():
-            if tuple(there[key].size) != tuple(shape):
+            then = tuple(there[key].size if key in there else base[key]["shape"])
+            if then != tuple(shape):
                 raise ValueError(
-                    f"{stored.source} is a checkpoint of another model: {key} has shape {tuple(there[key].size)} in it "
+                    f"{stored.source} is a checkpoint of another model: {key} has shape {then} in it "
                     f"and {tuple(shape)} in the model"
                 )
 
-    def begin_load(self) -> None:
+    def begin_load(self, stored: Stored) -> None:
         self._sharded.finish_gather()
+        base = stored.document.get("base", {})
+        here = checksums(self._sharded, {n: getattr(torch, entry["dtype"]) for n, entry in base.items()}, self._group)
+        other = [name for name, entry in base.items() if here[name] != entry["checksum"]]
+        if other:
+            raise ValueError(
+                f"{stored.source} has the trained parameters alone, and belongs to another base: {len(other)} of "
+                f"{len(base)} parameters that it does not have are others here, such as {other[0]}; build the engine "
+                f"from the weights that it was trained from"
+            )
+        self._warn_of_rounding(stored)
+
+    def _warn_of_rounding(self, stored: Stored) -> None:
+        entries = stored.metadata.state_dict_metadata
+        rounded = [
+            name
+            for name, layout in self._sharded.full_layouts().items()
+            if isinstance(entry := entries.get(f"model.{name}"), TensorStorageMetadata)
+            and layout.is_floating_point()
+            and torch.promote_types(entry.properties.dtype, layout.dtype) != layout.dtype
+        ]
+        if rounded and self._group.rank() == 0:
+            logger.warning(
+                "%s has %d parameters in more digits than this engine, in which they are frozen, such as %s: they are "
+                "rounded",
+                stored.source,
+                len(rounded),
+                rounded[0],
+            )
 
     def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
-        masters = {name: master.detach() for name, master in self._sharded.masters().items()}
+        base = stored.document.get("base", {})
+        masters = {name: master.detach() for name, master in self._sharded.masters().items() if name not in base}
         buffers = self._sharded.persistent_buffers()
         new_masters = {name: copy.like(tensor) for name, tensor in masters.items()}
         new_buffers = {name: copy.like(tensor) for name, tensor in buffers.items()}
@@ -370,6 +427,10 @@ def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> di
         if set(members) & set(group["names"]):
             return group["options"]
     return {} if any(members) or place >= len(groups) else groups[place]["options"]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_plain(value: Any) -> bool:

@@ -96,6 +96,8 @@ def describe(checkpoint: "OpenCheckpoint") -> str:
         if sizes:
             plural = "" if len(sizes) == 1 else "s"
             lines.append(f"holds      {words}: {len(sizes)} tensor{plural}, {size_text(sum(sizes))}")
+    if document.get("base"):
+        lines.append(f"base       not here: {len(document['base'])} frozen parameters, of which it has checksums")
     if document.get("extra"):
         lines.append(f"extra      {', '.join(document['extra'])}")
     largest = sorted(tensors.items(), key=lambda pair: -pair[1][2])[:_LARGEST]

@@ -30,7 +30,7 @@ from tensorshard.model.forward_contexts import RootRole, hook_root, surround_for
 from tensorshard.model.parameters import ParameterPlaces, like
 from tensorshard.model.references import has_references, update_references
 from tensorshard.model.trains_itself import call_before_methods, self_training
-from tensorshard.passes.precision import autocast, compute_dtype, master_dtype, widen_output
+from tensorshard.passes.precision import autocast, compute_dtype, held_dtype, master_dtype, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import Place, Storage, TakeGradient, UpdateProgress
 from tensorshard.torch_private.autograd import is_in_backward
@@ -306,7 +306,7 @@ class FullyShardedModel(ShardedModel):
             for parameter in list(module.parameters()):
                 if parameter.is_meta:
                     value = value_of(self._names[parameter])
-                    value = value.to(master_dtype(value.dtype)) if value.is_floating_point() else value
+                    value = value.to(held_dtype(parameter)) if value.is_floating_point() else value
                     if value.dim() == 0 or value.numel() == 0:
                         if value.numel() == 0:  # nothing converts it for a forward, and it has nothing to lose
                             value = value.to(compute_dtype(value.dtype, self._precision))

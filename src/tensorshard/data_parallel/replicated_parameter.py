@@ -12,7 +12,7 @@ from tensorshard.comm.sharding import dtensor_like
 from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
-from tensorshard.passes.precision import compute_dtype, master_dtype
+from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
 from tensorshard.plan.storage import Place, Storage, TakeGradient
 from tensorshard.torch_private.dtensor import dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
@@ -61,8 +61,7 @@ class ReplicatedParameter:
         self.finish_gradients: Callable[[], None] | None = None
         self.num_shards = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()
         index = 0 if self.num_shards == 1 else shard_mesh.get_local_rank()  # type: ignore[union-attr]
-        wide = master_dtype(value.dtype)
-        narrow = compute_dtype(wide, precision)
+        wide, narrow = _types(template, precision)
         rows = value.size(0) if value.dim() else 1
         self.chunk_rows = -(-rows // self.num_shards)
         row = value[0].numel() if value.dim() and rows else 1
@@ -298,6 +297,15 @@ class ReplicatedParameter:
             self.take_gradient(self.master)
         if self.master is self.compute:
             self.averaged = self.master.grad
+
+
+def _types(parameter: nn.Parameter, precision: str) -> tuple[torch.dtype, torch.dtype]:
+    """The types of the master weight and of what forwards compute with."""
+    narrow = compute_dtype(master_dtype(parameter.dtype), precision)
+    wide = held_dtype(parameter)
+    if not parameter.requires_grad and torch.promote_types(wide, narrow) == narrow:
+        wide = narrow  # what computes has all its digits, so that one copy is enough
+    return wide, narrow
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
 from tensorshard.model.whole_sequences import WholeSequences
-from tensorshard.passes.precision import master_dtype
+from tensorshard.passes.precision import held_dtype, master_dtype
 from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
 
 
@@ -99,7 +99,7 @@ class ShardedModel(ABC):
         self._buffer_shapes = {
             name: split.full_shape(name, b.shape) for name, b in model.named_buffers() if name in persistent
         }
-        self._dtypes = {name: master_dtype(p.dtype) for name, p in model.named_parameters()}
+        self._dtypes = {name: held_dtype(p) for name, p in model.named_parameters()}
         self._dtypes.update({name: b.dtype for name, b in model.named_buffers() if name in persistent})
 
     def full_shapes(self) -> dict[str, torch.Size]:
@@ -111,7 +111,7 @@ class ShardedModel(ABC):
         return self._buffer_shapes
 
     def full_layouts(self) -> dict[str, torch.Tensor]:
-        """The shapes, and dtypes of masters, of what :meth:`full_tensors` gives, in its order, on the meta device."""
+        """The shapes and dtypes of what :meth:`full_tensors` gives, in its order, on the meta device."""
         shapes = {**self._shapes, **self._buffer_shapes}
         layouts = {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, shape in shapes.items()}
         for name, buffer in self.owned_buffers().items():
@@ -346,8 +346,10 @@ class ShardedModel(ABC):
         return nullcontext()
 
     def full_value(self, name: str) -> torch.Tensor:
-        """The master of the parameter `name`, whole. A collective of the ranks that have a part of it."""
-        return self._full_parameter(name, self.masters()[name])
+        """The master of the parameter `name`, whole, in fp32 at least. A collective of the ranks that have a part of
+        it."""
+        full = self._full_parameter(name, self.masters()[name])
+        return full.to(master_dtype(full.dtype))
 
     @torch.no_grad()
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -381,7 +383,10 @@ class ShardedModel(ABC):
         return self.persistent_buffers()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate."""
+        """Every master whole, one at a time, by the original model's names. A collective: all ranks iterate.
+
+        Frozen parameters are in their own type.
+        """
         for name, master in self.masters().items():
             yield name, self._full_parameter(name, master)
 
@@ -392,7 +397,7 @@ class ShardedModel(ABC):
             local = on_mesh_device(local).full_tensor()
         elif self._device is not None:
             local = local.to(self._device)
-        return self.split.full(name, local, self._shapes[name])
+        return self.split.full(name, local.to(self._dtypes[name]), self._shapes[name])
 
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of a state dict, whole, by the original model's names. A collective: all ranks iterate."""

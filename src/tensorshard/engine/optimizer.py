@@ -321,6 +321,11 @@ class TrainedParameters:
         self._owners = owners
         self._reserved = reserved
         self._known = set(sharded.trained_masters())
+        self._without_masters = {
+            name: layout.dtype
+            for name, layout in sharded.full_layouts().items()
+            if name not in self._known and layout.dtype != master_dtype(layout.dtype)
+        }
         self._groups = len(optimizer.param_groups)
         optimizer.add_param_group = MethodType(  # type: ignore[method-assign]
             self._adding(optimizer.add_param_group), optimizer
@@ -330,10 +335,21 @@ class TrainedParameters:
         """Called before gradients are made.
 
         Raises:
-            RuntimeError: a parameter that was frozen is trained now, and the optimizer's states are offloaded.
+            RuntimeError: a parameter that was frozen is trained now, and has no fp32 master weight; or the optimizer's
+                states are offloaded.
         """
+        if self._without_masters:
+            for name in sorted(self._without_masters.keys() & self._sharded.trained_masters().keys()):
+                self._refuse_without_master(name)
         if self._reserved:
             self._refuse_offloaded(self._sharded.trained_masters().keys() - self._known)
+
+    def _refuse_without_master(self, name: str) -> None:
+        raise RuntimeError(
+            f"parameter {name!r} was frozen when parallelize laid it out, so it is held in "
+            f"{str(self._without_masters[name]).removeprefix('torch.')} without an fp32 master weight, and is trained "
+            f"now: leave requires_grad=True at parallelize for all that will be trained, and freeze after it"
+        )
 
     def _refuse_offloaded(self, names: Iterable[str]) -> None:
         for name in sorted(names):
@@ -394,6 +410,8 @@ class TrainedParameters:
                 name, parameter = member if isinstance(member, tuple) else (None, member)
                 full_name = names.get(id(parameter))
                 if full_name is not None:
+                    if full_name in self._without_masters:
+                        self._refuse_without_master(full_name)
                     if self._reserved:
                         self._refuse_offloaded([full_name])
                     self._known.add(full_name)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.call_watch import CallWatch
-from tensorshard.comm.decisions import decide_once, meet
+from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.comm.sharding import to_local
+from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import local_or_url
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import class_of, members_of
@@ -26,7 +28,7 @@ from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage, Update
-from tensorshard.weights.files.adapters import AdapterExport, has_adapters
+from tensorshard.weights.files.adapters import AdapterExport, has_adapters, read_adapters
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
 
 if TYPE_CHECKING:
@@ -143,7 +145,13 @@ class StateMethods:
             return self.sharded.full_state_dict(keep=self.mesh.rank == 0)
 
     def save(
-        self, path: Any, *, extra: dict[str, Any] | None = None, overwrite: bool = False, background: bool = False
+        self,
+        path: Any,
+        *,
+        extra: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        background: bool = False,
+        trained_only: bool = False,
     ) -> None:
         """Writes a checkpoint to `path`: weights, optimizer, scaler, random state, step count and `extra`.
 
@@ -160,6 +168,9 @@ class StateMethods:
                 there (what has no room is written first). That memory is kept for the next save. A thread then writes
                 them while training goes on. If it fails, the next update raises the error on every rank;
                 :meth:`wait_for_save` waits for its end.
+            trained_only: whether frozen parameters, such as the base of adapters, are left out. The checkpoint has
+                their types, shapes and checksums instead, and :meth:`load` refuses it where they differ. Those that
+                were trained before and are frozen now are saved.
 
         Raises:
             FileExistsError: `path` is there already, and without `overwrite`, or it is not a checkpoint. Nothing was
@@ -170,7 +181,7 @@ class StateMethods:
         with explained("engine.save", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
-            manager, extra = self._checkpoints(), {} if extra is None else extra
+            manager, extra = self._checkpoints(trained_only=trained_only), {} if extra is None else extra
             if background:
                 memory = self._background.memory
                 save = manager.save_in_background(local_or_url(path), extra, overwrite=overwrite, memory=memory)
@@ -224,15 +235,15 @@ class StateMethods:
 
         Raises:
             FileNotFoundError: `path` is not a checkpoint.
-            ValueError: its tensors are not those of this model or optimizer; names the first that differ. Or it is
-                damaged; names the file.
+            ValueError: its tensors are not those of this model or optimizer; names the first that differ. Or it has the
+                trained parameters alone, of another base. Or it is damaged; names the file.
         """
         with explained("engine.load", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
             return self._checkpoints().load(local_or_url(path))
 
-    def _checkpoints(self) -> "CheckpointManager":
+    def _checkpoints(self, *, trained_only: bool = False) -> "CheckpointManager":
         # torch's distributed checkpoints take long to import.
         from tensorshard.checkpoint.checkpoint import CheckpointManager
         from tensorshard.checkpoint.parts import NumbersPart, OptimizerPart, RandomPart, WeightsPart
@@ -246,7 +257,7 @@ class StateMethods:
                 kind=class_of(self._optimizer),
                 wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
             ),
-            WeightsPart(self.sharded),
+            WeightsPart(self.sharded, self.mesh.world_group, self._trained_ever() if trained_only else None),
             NumbersPart(
                 step_count=self._steps,
                 scaler=self.scaler,
@@ -260,6 +271,19 @@ class StateMethods:
             parts, self.mesh.world_group, self.device, self.storage.temporary_copy, self._background.last_plan
         )
 
+    def _trained_ever(self) -> set[str]:
+        """The names of the parameters that are trained on some rank, or were. A collective of a pipeline."""
+        held = {p for group in self._optimizer.param_groups for p in group["params"]}
+        own = {
+            name for name, master in self.sharded.masters().items() if master in held or self.sharded.is_trained(name)
+        }
+        own.update(() if self._owners is None else self._owners.names)
+        if self.mesh.degrees["pp"] == 1:
+            return own
+        stages: list[Any] = [None] * self.mesh.group("pp").size()
+        dist.all_gather_object(stages, own, group=self.mesh.group("pp"))
+        return set().union(*stages)
+
     def save_pretrained(
         self,
         path: Any,
@@ -267,6 +291,7 @@ class StateMethods:
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = MAX_SHARD_SIZE,
         overwrite: bool = False,
+        adapters_only: bool = False,
     ) -> None:
         """Writes the weights to the directory `path` as Hugging Face does, for other programs and `from_pretrained`.
 
@@ -276,24 +301,64 @@ class StateMethods:
         layer, if the files store them one by one). Optimizer and step count are only in the checkpoints of
         :meth:`save`. Every rank calls this.
 
+        For a model of peft it writes the adapters, as peft's own ``save_pretrained`` does; and the base model beside
+        them, if that is one of transformers that was loaded from nowhere.
+
         Args:
             path: of the directory; or a URL that fsspec knows, to which the complete files are copied. There, an older
                 directory is replaced file by file.
             dtype: of floating-point tensors in the files, such as ``torch.bfloat16``; by default that of the master
-                weights, fp32.
+                weights, fp32, and of frozen ones their own.
             max_shard_size: bytes in a file, or text such as "5GB".
             overwrite: whether weights at `path` are replaced, once the new ones are complete; a crash leaves the old or
                 the new ones. Other files there, such as a tokenizer's, are kept.
+            adapters_only: whether only the adapters of a model of peft are written, whatever its base is.
 
         Raises:
             FileExistsError: `path` is there already, and is not an empty directory: without `overwrite`, or it has no
                 weights. Nothing was written.
-            ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type.
+            ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type; or the model has no
+                adapters of peft, with `adapters_only`.
         """
         with explained("engine.save_pretrained", self._watch), self.mesh.waiting_longer():
             self._finish_update()
             options = {"dtype": dtype, "max_shard_size": max_shard_size, "overwrite": overwrite}
-            _write_pretrained(self.sharded, self.mesh, local_or_url(path), **options)
+            _write_pretrained(self.sharded, self.mesh, local_or_url(path), adapters_only=adapters_only, **options)
+
+    def load_adapters(self, path: Any) -> None:
+        """Gives the adapters of a model of peft the values in the directory `path`, which peft or
+        :meth:`save_pretrained` wrote.
+
+        The adapter "default" is in the directory itself, others are in folders of their names; those that are not there
+        stay as they are. Every rank calls this, and reads the whole file. Optimizer states stay, so load adapters
+        before training. The model is built with the same configs before ``parallelize``
+        (``peft.PeftConfig.from_pretrained(path)``).
+
+        Args:
+            path: of the directory, on a file system that all ranks see.
+
+        Raises:
+            FileNotFoundError: there is no adapter of the model.
+            ValueError: the model is not one of peft, or an adapter's names, shapes or config differ from the model's.
+                Nothing was changed.
+        """
+        with explained("engine.load_adapters", self._watch):
+            self._finish_update()
+            sharded = self.sharded
+
+            def read() -> dict[str, torch.Tensor]:
+                place = local_or_url(path)
+                if isinstance(place, str):
+                    raise ValueError(f"{path!r} is a URL; engine.load_adapters reads a directory, so download it first")
+                return read_adapters(place.expanduser(), sharded.structure, sharded.full_layouts(), sharded.aliases())
+
+            values = succeed_together(read, self.mesh.world_group, "engine.load_adapters")
+            sharded.finish_gather()
+            held = {**sharded.persistent_buffers(), **sharded.masters()}
+            with torch.no_grad():
+                for name in values.keys() & held.keys():
+                    to_local(held[name].detach()).copy_(to_local(sharded.local_value(name, values[name])))
+            sharded.all_gather_loaded()
 
     def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.
@@ -320,7 +385,9 @@ class StateMethods:
         return _summarize(self.plan, self.sharded, self._optimizer, self._owners, self.storage.describe())
 
 
-def _write_pretrained(sharded: ShardedModel, mesh: Mesh, path: Path | str, **options: Any) -> None:
+def _write_pretrained(
+    sharded: ShardedModel, mesh: Mesh, path: Path | str, *, adapters_only: bool, **options: Any
+) -> None:
     """What :meth:`tensorshard.Engine.save_pretrained` does; errors of rank 0 are raised on every rank."""
     export: Export | AdapterExport | None = None
 
@@ -329,8 +396,15 @@ def _write_pretrained(sharded: ShardedModel, mesh: Mesh, path: Path | str, **opt
         layouts = sharded.full_layouts()
         if has_adapters(sharded.structure):
             structure = sharded.structure
+            options["adapters_only"] = adapters_only
             export = AdapterExport(path, structure, layouts, sharded.aliases(), sharded.is_trained, **options)
             return
+        if adapters_only:
+            raise ValueError(
+                f"engine.save_pretrained(adapters_only=True) was called for {kind_of(sharded.structure)}, which is no "
+                f"model of peft (peft.get_peft_model makes one); engine.save(path, trained_only=True) writes the "
+                f"trained parameters of any model, engine.save_pretrained(path) all weights"
+            )
         export = Export(path, sharded.structure, layouts, **options)
 
     decide_once(begin, mesh.world_group)

@@ -27,6 +27,11 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def held_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The type in which the values of `parameter` are kept: that of its master, or its own if it is frozen."""
+    return master_dtype(parameter.dtype) if parameter.requires_grad else parameter.dtype
+
+
 def compute_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
     """The type in which forward computes with a parameter whose master is of `dtype`."""
     return DTYPES[precision] if dtype == torch.float32 else dtype

@@ -40,7 +40,7 @@ def llama(**more: Any) -> nn.Module:
 
 
 def _lora(**fields: Any) -> Any:
-    return peft.LoraConfig(r=4, **({"target_modules": ["q_proj", "v_proj"]} | fields))
+    return peft.LoraConfig(**({"r": 4, "target_modules": ["q_proj", "v_proj"]} | fields))
 
 
 def _made(kind: str) -> nn.Module:
@@ -52,6 +52,11 @@ def _made(kind: str) -> nn.Module:
         return peft.get_peft_model(llama(tie_word_embeddings=True), _lora(bias="lora_only"))
     if kind == "saved":
         return peft.get_peft_model(llama(), _lora(modules_to_save=["lm_head"]))
+    if kind in ("prompt", "prefix"):
+        config = (
+            peft.PromptTuningConfig if kind == "prompt" else partial(peft.PrefixTuningConfig, prefix_projection=True)
+        )
+        return peft.get_peft_model(llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=4))
     model = peft.get_peft_model(llama(), _lora())
     if kind == "several":
         model.add_adapter("second", _lora(target_modules=["k_proj"]))
@@ -65,7 +70,8 @@ def _base(kind: str) -> nn.Module:
 
 
 def _loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(getattr(output, "logits", output).flatten(0, 1), targets.flatten())
+    logits = getattr(output, "logits", output)[:, -targets.size(1) :]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _tokens() -> torch.Tensor:
@@ -137,7 +143,7 @@ def test_adapters_are_those_of_one_process(ranks, tmp_path, kind, fields):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["module", "tied", "several"])
+@pytest.mark.parametrize("kind", ["module", "tied", "several", "prompt", "prefix"])
 def test_other_models_of_peft(ranks, tmp_path, kind, fields):
     _check(ranks, kind, fields, tmp_path)
 
@@ -167,7 +173,8 @@ def _refusals(folder: str) -> list[str]:
     trained_beside.base_model.model.model.norm.weight.requires_grad_(True)
     injected = peft.inject_adapter_in_model(_lora(), llama())
     statistics = peft.get_peft_model(Normalized(), _lora(target_modules=["hidden"]))
-    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tasks = dict(num_virtual_tokens=4, num_tasks=2, prompt_tuning_init="RANDOM")
+    prompts = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", **tasks)
     mixed = peft.get_peft_model(llama(), _lora(), mixed=True)
     found = []
     for model in (trained_beside, injected, statistics, peft.get_peft_model(llama(), prompts), mixed):
@@ -186,10 +193,83 @@ def test_what_peft_would_not_open_is_refused_by_name(ranks, tmp_path):
         "1 parameters are trained beside them, such as 'base_model.model.model.norm.weight'",
         "into which peft injected the layer 'model.layers.0.self_attn.q_proj'",
         "the statistics of 'base_model.model.norm' (BatchNorm1d) change in training",
-        "cannot write the adapter 'default' of peft's type PROMPT_TUNING",
+        "cannot write the adapter 'default' of peft's type MULTITASK_PROMPT_TUNING",
         "was called for a PeftMixedModel, which peft itself cannot save",
         "max_shard_size is 100 bytes, but peft reads an adapter from one file",
     ]
     for message, part in zip(ranks(1, _refusals, str(tmp_path / "refused"))[0], expected, strict=True):
         assert part in message
     assert not (tmp_path / "refused").exists()
+
+
+def _load(kind: str, folder: str, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Loads the adapters into an engine whose own differ, and takes a step."""
+    model = _made(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    sample = {"input_ids": _tokens()[:1]}
+    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=ADAMW, loss_fn=_loss, sample_inputs=sample)
+    engine.load_adapters(folder)
+    state = engine.full_state_dict()
+    tokens = _tokens()[engine.mesh.dp_rank :: engine.mesh.dp_size]
+    loss = engine.step({"input_ids": tokens[:, :-1]}, tokens[:, 1:])
+    return {**state, "loss": loss}
+
+
+@pytest.mark.fast_cases("prompt-{'zero': 3}", "saved-{'pp': 2, 'micro_batches': 2}")
+@pytest.mark.parametrize("fields", PLANS[:6], ids=str)
+@pytest.mark.parametrize("kind", ["lora", "saved", "several", "prompt", "tied"])
+def test_an_engine_reads_what_peft_has_written(ranks, tmp_path, kind, fields):
+    alone = _train_alone(kind)
+    alone.save_pretrained(tmp_path / "theirs")
+    found = ranks(2, _load, kind, str(tmp_path / "theirs"), fields)[0]
+    expected = alone.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name, p in alone.named_parameters() if p.requires_grad)
+    with torch.no_grad():
+        loss = _loss(alone(input_ids=_tokens()[:, :-1]), _tokens()[:, 1:])
+    torch.testing.assert_close(found["loss"], loss, rtol=1e-5, atol=0.0)
+
+
+def _other_adapters(folder: str) -> list[str]:
+    found = []
+    peft.get_peft_model(llama(), _lora(lora_alpha=16)).save_pretrained(folder)
+    others = [
+        _lora(lora_alpha=8),
+        _lora(lora_alpha=16, target_modules=["k_proj"]),
+        peft.LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj", "v_proj"]),
+    ]
+    for model in (*(peft.get_peft_model(llama(), config) for config in others), llama()):
+        engine = ts.parallelize(model, ts.Plan(), optimizer=ADAMW, loss_fn=_loss)
+        before = engine.full_state_dict()
+        with pytest.raises(ValueError) as caught:
+            engine.load_adapters(folder)
+        found.append(str(caught.value))
+        assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+    with pytest.raises(ValueError) as caught:
+        engine.save_pretrained(folder + "-new", adapters_only=True)
+    return [*found, str(caught.value)]
+
+
+def test_other_adapters_are_refused_by_name(ranks, tmp_path):
+    expected = [
+        "has lora_alpha=16, and the adapter 'default' of this model 8",
+        "is of another adapter than 'default' of this model: only",
+        "has r=4, and the adapter 'default' of this model 2",
+        "engine.load_adapters was called for a LlamaForCausalLM, which has no adapters of peft",
+        "adapters_only=True) was called for a LlamaForCausalLM, which is no model of peft",
+    ]
+    for message, part in zip(ranks(1, _other_adapters, str(tmp_path / "adapters"))[0], expected, strict=True):
+        assert part in message
+
+
+def _adapters_only(folder: str) -> None:
+    engine = ts.parallelize(_made("lora"), ts.Plan(), optimizer=ADAMW, loss_fn=_loss)
+    engine.save_pretrained(folder, adapters_only=True)
+
+
+def test_adapters_only(ranks, tmp_path):
+    ranks(1, _adapters_only, str(tmp_path / "ours"))
+    names = {file.name for file in (tmp_path / "ours").iterdir()}
+    assert names - {"README.md"} == {"adapter_config.json", "adapter_model.safetensors"}

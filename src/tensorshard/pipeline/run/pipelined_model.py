@@ -11,7 +11,6 @@ from torch import nn
 from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.parameters import buffer_aliases
-from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.cut import unit_stages
 from tensorshard.pipeline.run.shared_gradients import SharedGradients
 from tensorshard.pipeline.run.shown_model import Access, ShownModel, guard_modules
@@ -347,7 +346,7 @@ class PipelinedModel(ShardedModel):
             if not travels:
                 continue
             if sender != 0:
-                value = self._sent(value, tensor, sender)
+                value = self._sent(value, tensor.shape, self._dtypes[name], sender)
             if keep:
                 assert value is not None
                 yield name, value.detach()
@@ -366,15 +365,16 @@ class PipelinedModel(ShardedModel):
         holding = (stages for unit, stages in self._stages_of.items() if name.startswith(f"{unit}."))
         return self._rank_of[min(next(holding, frozenset([self.cut.stages - 1])))]
 
-    def _sent(self, value: torch.Tensor | None, like: torch.Tensor, sender: int) -> torch.Tensor | None:
+    def _sent(
+        self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, sender: int
+    ) -> torch.Tensor | None:
         if value is not None:
             self._transfer(dist.isend, value.contiguous(), 0)
             return None
         if self._group.rank() != 0:
             return None
-        dtype = master_dtype(like.dtype) if isinstance(like, nn.Parameter) else like.dtype
         device = torch.device(self._mesh.device_mesh.device_type)
-        received = torch.empty(like.shape, dtype=dtype, device=device)
+        received = torch.empty(shape, dtype=dtype, device=device)
         self._transfer(dist.irecv, received, sender)
         return received
 

@@ -1,7 +1,7 @@
-"""The folders of a peft model: its adapters alone, as peft's own ``save_pretrained`` writes them.
+"""The folders of a peft model: its adapters alone, as peft's own ``save_pretrained`` writes them, and read again.
 
 peft is imported only for a model that is made of it. It chooses and names the tensors, on a copy of the model without
-values; the values are gathered one at a time.
+values; the values are gathered one at a time. Prompts are computed by their encoder, which gets its values for that.
 
 A base model of transformers that was loaded from nowhere is written beside its adapters: the folder then opens by
 transformers' ``from_pretrained`` alone.
@@ -11,20 +11,29 @@ import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tensorshard.common.kinds import kind_of
 from tensorshard.model.buffers import STATISTICS, keeps_statistics
-from tensorshard.torch_private.modules import without_values
+from tensorshard.torch_private.modules import own_parameters, set_buffer, set_parameter, without_values
 from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class, weights_folder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of the names of the base model's tensors
 _WRAPPERS = (".base_layer.", ".original_module.")  # around what the base model has, in names
+_PROMPTS = "prompt_embeddings"  # the name in the file of what a prompt's encoder computes
+_OTHER_PROMPTS = frozenset({"MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"})  # files with more
+# Fields of a config that do not say what its adapter computes, or that the names and shapes of its tensors tell.
+_OTHER_FIELDS = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern",
+        "layers_to_transform", "lora_bias", "modules_to_save", "peft_version", "revision", "runtime_config",
+        "save_projection", "target_modules", "target_parameters", "task_type", "tokenizer_name_or_path",
+    }
+)  # fmt: skip
 _INSTEAD = (
     "for all weights of the model there is engine.full_state_dict(): load it on one process into the same model, and "
     "call its save_pretrained there"
@@ -61,6 +70,7 @@ class AdapterExport:
         layouts: for each name, tied ones once, a tensor of its shape and dtype on the meta device.
         aliases: for every name of a parameter, the one in `layouts`.
         is_trained: whether the parameter of a name was trained.
+        adapters_only: whether a base model that was loaded from nowhere is left out, too.
         dtype: of floating-point tensors in the files; None to keep their own.
         max_shard_size: largest size of a file, in bytes or as text such as "5GB".
         overwrite: whether an older directory of weights is replaced, once this one is complete.
@@ -78,6 +88,7 @@ class AdapterExport:
         aliases: Mapping[str, str],
         is_trained: Callable[[str], bool],
         *,
+        adapters_only: bool = False,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = MAX_SHARD_SIZE,
         overwrite: bool = False,
@@ -85,11 +96,9 @@ class AdapterExport:
         max_bytes = check_arguments(dtype, max_shard_size)
         self._folder = weights_folder(directory, overwrite=overwrite)
         self._dtype = dtype
-        self._model: Any = without_values(structure, own_class)
-        self._names = {
-            n: aliases.get(n, n) for n in structure.state_dict(keep_vars=True) if aliases.get(n, n) in layouts
-        }
-        self._stored = self._chosen({name: layouts[first] for name, first in self._names.items()})
+        self._adapters = _Adapters(structure, layouts, aliases)
+        self._model, self._names = self._adapters.model, self._adapters.names
+        self._stored = self._adapters.stored
         self._needed = {first for names in self._stored.values() for first in names.values()}
         self._values: dict[str, torch.Tensor] = {}
         self._check_complete(structure, layouts, is_trained)
@@ -101,7 +110,7 @@ class AdapterExport:
                     f"{adapter!r} has {size} bytes; give at least that size"
                 )
         self._temporary = self._folder.begin()
-        self._base_names = self._names_of_base(layouts)
+        self._base_names = {} if adapters_only else self._names_of_base(layouts)
         base_layouts = {base: layouts[first] for first, base in self._base_names.items()}
         self._base = (
             Export(
@@ -112,19 +121,20 @@ class AdapterExport:
         )
 
     def _plain_base(self) -> nn.Module:
-        base = self._model.base_model.model
+        base = self._model.get_base_model()
         with torch.device("meta"):
             return type(base)(deepcopy(base.config))
 
     def _names_of_base(self, layouts: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """The names of the base model's tensors, by those in `layouts`, if it has to be written; else nothing."""
-        base = self._model.base_model.model
+        base = self._model.get_base_model()
         named = any(config.base_model_name_or_path for config in self._model.peft_config.values())
         if named or getattr(base, "name_or_path", None) or not is_of_transformers(base):
             return {}
         names: dict[str, str] = {}
+        prefix = next(f"{name}." for name, module in self._model.named_modules() if module is base)
         for name, first in self._names.items():
-            plain = name.removeprefix(_PREFIX)
+            plain = name.removeprefix(prefix)
             for wrapper in _WRAPPERS:
                 plain = plain.replace(wrapper, ".")
             names.setdefault(plain, first)
@@ -132,28 +142,6 @@ class AdapterExport:
         if any(name not in names or layouts[names[name]].shape != shape for name, shape in expected.items()):
             return {}  # a base model that its config does not describe
         return {names[name]: name for name in reversed(expected)}
-
-    def _chosen(self, state: dict[str, torch.Tensor]) -> dict[str, dict[str, str]]:
-        """For each adapter, which tensors peft stores: by their names in its file, the model's."""
-        from peft import get_peft_model_state_dict
-
-        by_id = {id(tensor): self._names[name] for name, tensor in state.items()}
-        stored: dict[str, dict[str, str]] = {}
-        for adapter, config in self._model.peft_config.items():
-            if getattr(config, "is_prompt_learning", False):
-                self._refuse_computed(adapter, config)
-            chosen = get_peft_model_state_dict(self._model, state_dict=state, adapter_name=adapter)
-            if any(id(tensor) not in by_id for tensor in chosen.values()) or not chosen:
-                self._refuse_computed(adapter, config)
-            stored[adapter] = {name: by_id[id(tensor)] for name, tensor in chosen.items()}
-        return stored
-
-    def _refuse_computed(self, adapter: str, config: Any) -> None:
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise ValueError(
-            f"engine.save_pretrained cannot write the adapter {adapter!r} of peft's type {kind}, whose file is "
-            f"computed from the weights; {_INSTEAD}"
-        )
 
     def _check_complete(
         self, structure: nn.Module, layouts: Mapping[str, torch.Tensor], is_trained: Callable[[str], bool]
@@ -187,6 +175,14 @@ class AdapterExport:
     def finish(self) -> None:
         """Writes the files, and gives the directory its name."""
         state = {name: self._values[first] for name, first in self._names.items() if first in self._values}
+        for adapter in self._adapters.prompts:
+            for name in self._stored[adapter]:
+                path, _, key = name.rpartition(".")
+                owner = self._model.get_submodule(path)
+                if key in own_parameters(owner):
+                    set_parameter(owner, key, nn.Parameter(state[name], requires_grad=False))
+                else:
+                    set_buffer(owner, key, state[name])
         self._model.save_pretrained(str(self._temporary), state_dict=state)
         if self._base is not None:
             self._base.finish()
@@ -205,12 +201,127 @@ class AdapterExport:
             json.loads((folder / _CONFIG).read_text())
             with safe_open(folder / _WEIGHTS, "pt") as file:
                 written = set(file.keys())
-            if written != set(names):
+            if written != ({_PROMPTS} if adapter in self._adapters.prompts else set(names)):
                 raise RuntimeError(f"peft wrote other tensors of the adapter {adapter!r} than it had chosen before")
 
     def discard(self) -> None:
         """Removes what was written."""
         self._folder.discard()
+
+
+class _Adapters:
+    """Which tensors of a model of peft its adapters' files have.
+
+    Attributes:
+        model: a copy without values.
+        names: for every name in the model's state dict, the first of that tensor.
+        stored: for each adapter, by the names in its file, the model's; of a prompt's encoder by the model's own names.
+        prompts: the adapters whose file has what their encoder computes.
+
+    Raises:
+        ValueError: peft computes another file from the weights.
+    """
+
+    def __init__(self, structure: nn.Module, layouts: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+        self.model = model = cast(Any, without_values(structure, own_class))
+        self.names = {
+            n: aliases.get(n, n) for n in structure.state_dict(keep_vars=True) if aliases.get(n, n) in layouts
+        }
+        configs = model.peft_config.items()
+        self.prompts = {adapter for adapter, config in configs if getattr(config, "is_prompt_learning", False)}
+        self.stored = self._chosen({name: layouts[first] for name, first in self.names.items()})
+
+    def _chosen(self, state: dict[str, torch.Tensor]) -> dict[str, dict[str, str]]:
+        from peft import get_peft_model_state_dict
+
+        by_id = {id(tensor): self.names[name] for name, tensor in state.items()}
+        stored: dict[str, dict[str, str]] = {}
+        for adapter, config in self.model.peft_config.items():
+            if adapter in self.prompts:
+                prefix = _prompt_prefix(adapter)
+                stored[adapter] = {name: first for name, first in self.names.items() if name.startswith(prefix)}
+                if getattr(config.peft_type, "value", config.peft_type) in _OTHER_PROMPTS:
+                    self._refuse_computed(adapter, config)
+                continue
+            chosen = get_peft_model_state_dict(self.model, state_dict=state, adapter_name=adapter)
+            if any(id(tensor) not in by_id for tensor in chosen.values()) or not chosen:
+                self._refuse_computed(adapter, config)
+            stored[adapter] = {name: by_id[id(tensor)] for name, tensor in chosen.items()}
+        return stored
+
+    def _refuse_computed(self, adapter: str, config: Any) -> None:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ValueError(
+            f"engine.save_pretrained cannot write the adapter {adapter!r} of peft's type {kind}, whose file is "
+            f"computed from the weights; {_INSTEAD}"
+        )
+
+
+def read_adapters(
+    directory: Path, structure: nn.Module, layouts: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """The values of the adapters that are in `directory`, as peft writes them, by the model's names.
+
+    Args:
+        directory: has the adapter "default", and others in folders of their names.
+        structure: the model of peft, which has these adapters.
+        layouts: for each name, tied ones once, a tensor of its shape on the meta device.
+        aliases: for every name of a parameter, the one in `layouts`.
+
+    Raises:
+        FileNotFoundError: none of the model's adapters is in `directory`.
+        ValueError: the model is not one of peft, or an adapter there is another than the model's.
+    """
+    if not _is_peft_model(structure):
+        raise ValueError(
+            f"engine.load_adapters was called for {kind_of(structure)}, which has no adapters of peft: make it by "
+            f"peft.get_peft_model(model, config) before parallelize, with the config peft.PeftConfig.from_pretrained"
+            f"({str(directory)!r})"
+        )
+    from safetensors.torch import load_file
+
+    adapters = _Adapters(structure, layouts, aliases)
+    folders = {a: directory / a if a != "default" else directory for a in adapters.stored}
+    found = {adapter: folder for adapter, folder in folders.items() if (folder / _WEIGHTS).is_file()}
+    if not found:
+        looked = ", ".join(str(folder / _WEIGHTS) for folder in folders.values())
+        raise FileNotFoundError(f"there is no file {looked}, for the adapters {', '.join(map(repr, folders))} here")
+    values: dict[str, torch.Tensor] = {}
+    for adapter, folder in found.items():
+        names, tensors = adapters.stored[adapter], load_file(folder / _WEIGHTS)
+        if adapter in adapters.prompts:
+            names = {_PROMPTS: names[f"{_prompt_prefix(adapter)}embedding.weight"]}
+        _check_config(adapter, adapters.model.peft_config[adapter], folder)
+        if names.keys() != tensors.keys():
+            odd = min(names.keys() ^ tensors.keys())
+            where = "the file" if odd in tensors else "the model"
+            raise ValueError(
+                f"{folder / _WEIGHTS} is of another adapter than {adapter!r} of this model: only {where} has {odd}"
+            )
+        for name, first in names.items():
+            if tensors[name].shape != layouts[first].shape:
+                raise ValueError(
+                    f"{folder / _WEIGHTS} is of another adapter than {adapter!r} of this model: {name} has shape "
+                    f"{tuple(tensors[name].shape)} in the file and {tuple(layouts[first].shape)} in the model"
+                )
+            values[first] = tensors[name]
+    return values
+
+
+def _check_config(adapter: str, config: Any, folder: Path) -> None:
+    """Raises ValueError if the adapter in `folder` computes something else with the same tensors."""
+    there = json.loads((folder / _CONFIG).read_text())
+    here = json.loads(json.dumps(config.to_dict(), default=sorted))
+    for field in sorted(there.keys() & here.keys() - _OTHER_FIELDS):
+        if there[field] != here[field] and not field.startswith("init") and "dropout" not in field:
+            raise ValueError(
+                f"{folder / _CONFIG} has {field}={there[field]!r}, and the adapter {adapter!r} of this model "
+                f"{here[field]!r}: make the model with peft.PeftConfig.from_pretrained({str(folder)!r})"
+            )
+
+
+def _prompt_prefix(adapter: str) -> str:
+    return f"prompt_encoder.{adapter}."
 
 
 def _is_peft_model(model: nn.Module) -> bool:

@@ -341,6 +341,12 @@ class CheckpointWeights(WeightFile):
         self._checkpoint = open_checkpoint(place)
         self._file = MANIFEST if self._checkpoint.manifest is not None else ".metadata"
         super().__init__(self._checkpoint.store.path_of(self._file))
+        if self._checkpoint.document.get("base"):
+            raise ValueError(
+                f"{place} has the trained parameters alone (engine.save(trained_only=True)), not the "
+                f"{len(self._checkpoint.document['base'])} frozen ones: build the engine from the weights that it was "
+                f"trained from, and call engine.load, then engine.save or engine.save_pretrained"
+            )
         stored = self._checkpoint.metadata.state_dict_metadata
         self._keys = {
             key.partition(".")[2]: key

@@ -1,0 +1,377 @@
+"""Models of peft under every plan: what one process computes, the frozen base bit for bit as it was."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorshard as ts
+from parity import assert_same_state
+from tensorshard.comm.sharding import to_local
+from tensorshard.weights.files.checkpoint_files import open_checkpoint
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+VOCABULARY, STEPS = 64, 4
+
+
+def llama(dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **{"num_key_value_heads": 2, "initializer_range": 0.2, **more},
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2)
+    dropouts = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **dropouts))
+
+
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=4, initializer_range=0.2, **sizes
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def _lora(base: nn.Module, *targets: str, **fields: Any) -> nn.Module:
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), init_lora_weights=False, **fields)
+    return peft.get_peft_model(base, config)
+
+
+class _ByHand(nn.Module):
+    """A LoRA layer as people write it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(4, inner.in_features) / inner.in_features**0.5)
+        self.up = nn.Parameter(torch.randn(inner.out_features, 4) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 2.0 * nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+
+
+class _ByHandOfLinears(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, 4, bias=False)
+        self.up = nn.Linear(4, inner.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 2.0 * self.up(self.down(x))
+
+
+def _by_hand(kind: type[nn.Module]) -> nn.Module:
+    model = llama().requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, kind(getattr(layer.self_attn, name)))
+    return model
+
+
+def _vera() -> nn.Module:
+    config = peft.VeraConfig(r=8, target_modules=["q_proj", "o_proj"], init_weights=False, projection_prng_key=1)
+    return peft.get_peft_model(llama(), config)
+
+
+def _ia3() -> nn.Module:
+    config = peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    )
+    return peft.get_peft_model(llama(), config)
+
+
+def _several() -> nn.Module:
+    model = _lora(llama(), "q_proj", "v_proj")
+    fields = dict(r=2, target_modules=["v_proj", "up_proj"], init_lora_weights=False)
+    model.add_adapter("second", peft.LoraConfig(**fields))
+    model.set_adapter("second")
+    return model
+
+
+def _two_at_once() -> nn.Module:
+    model = _several()
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def _merged() -> nn.Module:
+    model = _lora(llama(), "q_proj", "v_proj")
+    fields = dict(r=2, target_modules=["v_proj", "up_proj"], init_lora_weights=False)
+    model.add_adapter("second", peft.LoraConfig(**fields))
+    model.merge_adapter(["default"])
+    model.unmerge_adapter()
+    return _lora(model.merge_and_unload(), "q_proj", "down_proj")
+
+
+def _prefix() -> nn.Module:
+    return peft.get_peft_model(llama(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def _prompt() -> nn.Module:
+    return peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def _experts() -> nn.Module:
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return _lora(mixtral(), target_parameters=parameters)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: _lora(llama(), "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
+    "embedding": lambda: _lora(llama(), "embed_tokens", "q_proj"),
+    "Conv1D": lambda: _lora(gpt2(), "c_attn", "c_proj", "c_fc", fan_in_fan_out=True),
+    "experts": _experts,
+    "rsLoRA": lambda: _lora(llama(), "q_proj", "v_proj", use_rslora=True),
+    "DoRA": lambda: _lora(llama(), "q_proj", "o_proj", "down_proj", use_dora=True),
+    "VeRA": _vera,
+    "IA3": _ia3,
+    "prompt": _prompt,
+    "prefix": _prefix,
+    "saved": lambda: _lora(llama(), "q_proj", "v_proj", modules_to_save=["lm_head", "norm"]),
+    "bias": lambda: _lora(gpt2(), "c_attn", "c_fc", fan_in_fan_out=True, bias="lora_only"),
+    "tied": lambda: _lora(llama(tie_word_embeddings=True), "q_proj", "lm_head"),
+    "several": _several,
+    "two at once": _two_at_once,
+    "merged": _merged,
+    "by hand": lambda: _by_hand(_ByHand),
+    "by hand of linears": lambda: _by_hand(_ByHandOfLinears),
+}
+
+PLANS: dict[str, dict[str, Any]] = {
+    "zero0": dict(),
+    "zero1": dict(zero=1),
+    "zero2": dict(zero=2),
+    "zero3": dict(zero=3),
+    "tp": dict(tp=2),
+    "sp": dict(tp=2, sequence_parallel=True),
+    "pp": dict(pp=2, micro_batches=2),
+    "recompute": dict(zero=3, recompute="full"),
+    "offload": dict(zero=3, offload=ts.Offload(parameters="cpu", optimizer="cpu")),
+}
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (4, 13), generator=torch.Generator().manual_seed(step))
+
+
+def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    logits = getattr(output, "logits", output)[:, -targets.size(1) :]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    return KINDS[kind]()
+
+
+Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def _train(kind: str, fields: dict[str, Any]) -> Trained:
+    """Losses, the full state, and what this rank has of each parameter that is whole on it."""
+    engine = _engine(made(kind), fields)
+    losses = _steps(engine, range(STEPS))
+    sharded = engine.sharded
+    sharded.finish_gather()
+    whole = {name: p.detach().clone() for name, p in sharded.shown_parameters().items() if not sharded.is_part(name)}
+    return losses, engine.full_state_dict(), whole
+
+
+def alone(kind: str) -> tuple[list[float], nn.Module, dict[str, torch.Tensor]]:
+    model = made(kind)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = ADAMW([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(STEPS):
+        loss = loss_fn(model(input_ids=tokens(step)[:, :-1]), tokens(step)[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model, before
+
+
+# What no plan can split along a sequence is refused by name.
+WITHOUT_SEQUENCES = ("Conv1D", "experts", "prefix", "bias")
+
+
+@pytest.mark.fast_cases("linear-zero3", "experts-zero1", "IA3-tp", "several-pp")
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_under_every_plan(ranks, kind, plan):
+    if plan == "sp" and kind in WITHOUT_SEQUENCES:
+        with pytest.raises(AssertionError, match="can be split along a sequence"):
+            ranks(2, _train, kind, PLANS[plan])
+        return
+    expected, model, before = alone(kind)
+    results = ranks(2, _train, kind, PLANS[plan])
+    losses, state, whole = results[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+    assert_same_state(state, model.state_dict(), 1e-5)
+    for name, value in before.items():
+        assert torch.equal(state[name], value), name
+    for name in whole.keys() & results[1][2].keys():
+        assert torch.equal(whole[name], results[1][2][name]), name
+
+
+def _half_precision(level: int, precision: str, narrow: bool) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(1)
+    base = llama(torch.bfloat16)
+    initial = {name: value.clone() for name, value in base.state_dict().items()}
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=not narrow)
+    engine = _engine(model, dict(zero=level, precision=precision))
+    losses = _steps(engine, range(STEPS))
+    masters = engine.sharded.masters()
+    frozen = {n: m for n, m in masters.items() if "lora" not in n}
+    trained = [m for n, m in masters.items() if "lora" in n]
+    facts = {
+        "frozen": {m.dtype for m in frozen.values()},
+        "copies": [n for n, m in frozen.items() if level < 3 and to_local(m).data_ptr() not in _memory(engine, n)],
+        "gradients": [n for n, m in frozen.items() if m.grad is not None],
+        "states": set(engine.optimizer.state) == set(trained),
+        "trained": {m.dtype for m in trained},
+    }
+    state = engine.full_state_dict()
+    plain = {n.removeprefix("base_model.model.").replace(".base_layer", ""): v for n, v in state.items()}
+    facts["changed"] = [n for n, value in initial.items() if state and not same_bits(plain[n], value)]
+    return losses, facts, {n: v for n, v in state.items() if "lora" in n}
+
+
+def _memory(engine: ts.Engine, name: str) -> range:
+    shown = engine.sharded.shown_parameters()[name]
+    first = shown.untyped_storage().data_ptr()
+    return range(first, first + shown.untyped_storage().nbytes() + 1)
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def _half_alone(narrow: bool) -> list[float]:
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(torch.bfloat16), lora, autocast_adapter_dtype=True)
+    if narrow:  # they begin at 16-bit values, and their masters do not stay there
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float() if parameter.requires_grad else parameter.data
+    optimizer, losses = ADAMW([p for p in model.parameters() if p.requires_grad]), []
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(input_ids=tokens(step)[:, :-1]).logits
+        loss = loss_fn(output.float(), tokens(step)[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.fast_cases("False-bf16-3", "False-bf16-1")
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_frozen_weights_are_held_once_in_their_own_type(ranks, narrow, precision, level):
+    """Under fp32 ZeRO 0 to 2 hold them as forwards compute with them."""
+    losses, facts, _ = ranks(2, _half_precision, level, precision, narrow)[0]
+    own = precision == "bf16" or level == 3
+    assert facts["frozen"] == {torch.bfloat16 if own else torch.float32}
+    assert facts["trained"] == {torch.float32} and facts["states"]
+    assert not facts["copies"] and not facts["gradients"] and not facts["changed"]
+    assert losses == pytest.approx(_half_alone(narrow), rel=2e-2)
+
+
+def _thaws(level: int) -> str:
+    model = llama(torch.bfloat16)
+    model.model.layers[0].requires_grad_(False)
+    engine = ts.parallelize(model, ts.Plan(zero=level), optimizer=ADAMW, loss_fn=loss_fn)
+    engine.model.model.layers[0].mlp.up_proj.requires_grad_(True)
+    with pytest.raises(RuntimeError) as caught:
+        engine.step({"input_ids": tokens(0)[:, :-1]}, tokens(0)[:, 1:])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_what_has_no_master_is_not_trained_later(ranks, level):
+    message = ranks(2, _thaws, level)[0]
+    assert "'model.layers.0.mlp.up_proj.weight' was frozen" in message
+    assert "held in bfloat16 without an fp32 master weight" in message
+    assert "leave requires_grad=True at parallelize" in message
+
+
+def _saving(fields: dict[str, Any], path: str, kind: str) -> list[float]:
+    engine = _engine(made(kind), fields)
+    _steps(engine, range(2))
+    engine.save(path, trained_only=True)
+    return _steps(engine, range(2, STEPS))
+
+
+def _loading(fields: dict[str, Any], path: str, kind: str) -> list[float]:
+    """Training goes on from other adapters, on the same base."""
+    model = made(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    engine = _engine(model, fields)
+    engine.load(path)
+    return _steps(engine, range(2, STEPS))
+
+
+def _on_another_base(fields: dict[str, Any], path: str, kind: str) -> tuple[str, bool]:
+    model = made(kind)
+    parameter = [p for n, p in model.named_parameters() if "up_proj" in n and not p.requires_grad][-1]
+    with torch.no_grad():
+        parameter[[0, 1]] = parameter[[1, 0]]
+    engine = _engine(model, fields)
+    before = engine.full_state_dict()
+    with pytest.raises(ValueError) as caught:
+        engine.load(path)
+    return str(caught.value), all(torch.equal(v, before[n]) for n, v in engine.full_state_dict().items())
+
+
+def _engine(model: nn.Module, fields: dict[str, Any]) -> ts.Engine:
+    sample = {"input_ids": tokens(0)[:1, :-1]}
+    return ts.parallelize(model, ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn, sample_inputs=sample)
+
+
+def _steps(engine: ts.Engine, steps: range) -> list[float]:
+    share = slice(engine.mesh.dp_rank, None, engine.mesh.dp_size)
+    batches = [tokens(step)[share] for step in steps]
+    return [engine.step({"input_ids": batch[:, :-1]}, batch[:, 1:]).item() for batch in batches]
+
+
+@pytest.mark.fast_cases("saved-zero3-zero1")
+@pytest.mark.parametrize("then", ["zero0", "zero1", "zero3", "tp", "pp", "offload"])
+@pytest.mark.parametrize("written", ["zero0", "zero1", "zero3", "tp", "pp", "offload"])
+@pytest.mark.parametrize("kind", ["linear", "saved"])
+def test_checkpoints_of_what_is_trained_alone(ranks, tmp_path, kind, written, then):
+    path = tmp_path / "checkpoint"
+    expected = ranks(2, _saving, PLANS[written], str(path), kind)[0]
+    parameters = dict(made(kind).named_parameters())
+    there = {n.partition(".")[2] for n in open_checkpoint(path).metadata.state_dict_metadata if n.startswith("model.")}
+    assert there == {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert ranks(2, _loading, PLANS[then], str(path), kind)[0] == pytest.approx(expected, rel=1e-5)
+    message, unchanged = ranks(2, _on_another_base, PLANS[then], str(path), kind)[0]
+    assert unchanged
+    assert f"belongs to another base: 1 of {len(parameters) - len(there)} parameters" in message
+    with pytest.raises(ValueError, match="has the trained parameters alone"):
+        ts.from_pretrained(path, llama)
