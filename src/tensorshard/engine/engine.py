@@ -133,7 +133,7 @@ class Engine(LoopMethods, StateMethods):
         self._seed = seed
         self.loaders = EngineLoaders()
         self._cache = cache
-        self._check_samples = debug  # before the first step
+        self._debug = self._check_samples = debug  # the latter: before the next step
         self._compile_log = CompileLog() if plan.compile and mesh.rank == 0 else None
         self._own_collectives = OwnCollectives(plan)
         if plan.pp == 1:  # a loop of one's own calls the model; stages of a pipeline cannot be called
@@ -277,6 +277,32 @@ class Engine(LoopMethods, StateMethods):
             )
         return None
 
+    def over_whole_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, computed over the tokens of all data ranks and micro-batches, as a balance loss has to be.
+
+        The result is for the model's forward or the loss function, and is a part of the loss as on one process. Each
+        rank gets the arguments of all ranks. With micro-batches, a step begins with the forwards of all of them,
+        without gradients. Functions of transformers' models that balance their routers are computed so already.
+
+        Args:
+            function: takes tensors whose first dimension is tokens or samples, in any nest, and other arguments that
+                are the same on all ranks. It returns a scalar tensor.
+
+        Raises:
+            RuntimeError: when it is called under cp or pp, or with micro-batches in a loop of your own.
+
+        Examples:
+            >>> def balance(logits):  # of a router, [tokens, experts]
+            ...     shares = torch.nn.functional.one_hot(logits.argmax(-1), logits.size(-1)).float().mean(0)
+            ...     return (shares * logits.softmax(-1).mean(0)).sum() * logits.size(-1)
+            >>> loss_fn = lambda output, targets: torch.nn.functional.mse_loss(output, targets) + balance(output)
+            >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+            >>> engine = ts.parallelize(torch.nn.Linear(16, 4), ts.Plan(), optimizer=adamw, loss_fn=loss_fn)
+            >>> balance = engine.over_whole_batch(balance)
+            >>> loss = engine.step(torch.randn(8, 16), torch.randn(8, 4))
+        """
+        return self._step_runner.whole_batch.of(function)
+
     def _buffers_before(self) -> BufferValues:
         def wanted(buffer: torch.Tensor, places: list[Registration]) -> bool:
             if self._changing is None or buffer.nbytes <= _SMALL_BYTES:
@@ -295,7 +321,8 @@ class Engine(LoopMethods, StateMethods):
                 inputs,
                 targets,
                 micro_batches=self.plan.micro_batches,
-                tolerance=1e-4 if self.plan.precision == "fp32" else 1e-2,
+                tolerance=(1e-4 if self._debug else 1e-5) if self.plan.precision == "fp32" else 1e-2,
+                is_asked=self._debug,
             )
 
     def replay(self, inputs: Any, targets: Any = _NOTHING) -> None:
@@ -338,7 +365,7 @@ class Engine(LoopMethods, StateMethods):
         self._means.note_batch((inputs, targets))
         with self._own_collectives.watched() if self.plan.pp > 1 else nullcontext():
             loss = self._step_runner.train(inputs, targets, self.scaler.scale if self.scaler else 1.0)
-        self._means.compare()
+        self._check_samples = self._means.compare() and not self._debug
         self.storage.check_transfers(of_update=True)
         factor: torch.Tensor | float | None = loss.correction
         if self.scaler is not None:

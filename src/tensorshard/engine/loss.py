@@ -46,9 +46,11 @@ class Objective:
         with explained_loss(output, targets), self.calling():
             result = self.loss_fn(output, targets)
         total, count = sum_and_count(result, self.device, "loss_fn returned", "return")
+        samples = batch_size(inputs)
+        if self.means is not None and torch.is_grad_enabled():
+            self.means.note_loss(total, samples)
         if count is not None:
             return total, count
-        samples = batch_size(inputs)
         if samples == 0:
             raise ValueError(
                 "the batch of this rank has no samples, so it has no mean loss; give at least one on every rank, "

@@ -12,7 +12,7 @@ from tensorshard.comm.world import world
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
-from tensorshard.engine.loss_terms import LossOfTerms, MetricTotals, read_loss
+from tensorshard.engine.loss_terms import LossOfTerms, MetricTotals, number_of_samples, read_loss
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.step import StepAgain, StepLoss, WholeModelStepRunner
 from tensorshard.plan.mesh import Mesh
@@ -82,17 +82,20 @@ class LossWithModelRunner(WholeModelStepRunner):
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:
         batch = one_batch(inputs, targets)
         self._same_batch.check("evaluate", batch, None)
-        self._metrics.begin()
-        tally = LossTally(self._mesh)
         with self._sharded.outputs_for_loss():
-            parts = self.batches.split_nest(batch, micro_batches or 1, evenly=False)
-            for part in parts:
-                with self._statistics_of(part):
-                    loss = self._terms(part)
-                tally.add(loss.sums, loss.counts, micro_batches=len(parts))
-                self._metrics.add(loss.shown)
-        tally.start_total()
-        return self._result(tally, trains=False)
+            return self._evaluate(self.batches.split_nest(batch, micro_batches or 1, evenly=False))
+
+    def _evaluate(self, parts: list[MicroBatch]) -> StepLoss:
+        self._metrics.begin()
+        return super()._evaluate(parts)
+
+    def _evaluate_part(self, part: MicroBatch, tally: LossTally, *, micro_batches: int) -> None:
+        loss = self._terms(part)
+        tally.add(loss.sums, loss.counts, micro_batches=micro_batches)
+        self._metrics.add(loss.shown)
+
+    def _count_of(self, part: MicroBatch) -> torch.Tensor:
+        return self._terms(part).counts
 
     def _terms(self, part: MicroBatch) -> LossOfTerms:
         batch = part.on_device(self._device).inputs
@@ -100,8 +103,10 @@ class LossWithModelRunner(WholeModelStepRunner):
         with sequences.active(), self._forwards.in_loss():
             returned = sequences.whole(self._loss_fn(self._sharded.model, batch))
         loss = read_loss(returned, batch, self._device)
-        if self._means is not None and loss.mean is not None and torch.is_grad_enabled() and part.counts:
-            self._means.note(loss.mean, loss.samples)
+        if self._means is not None and torch.is_grad_enabled() and part.counts:
+            self._means.note_loss(loss.sums.sum(), number_of_samples(batch))
+            if loss.mean is not None:
+                self._means.note(loss.mean, loss.samples)
         self._sharded.loss_is_over()
         return loss if part.counts else loss.of_none()
 

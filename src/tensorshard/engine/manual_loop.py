@@ -168,6 +168,8 @@ class ManualLoop:
                 "give all of them in one form"
             )
         weight: Any = self._scaler.scale if self._scaler is not None else 1.0
+        if share:
+            self._means.note_loss(total)
         if self._tally is None or count is None:
             if share:
                 self._means.note(total, share)

@@ -1,7 +1,7 @@
 """Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,11 @@ from tensorshard.engine.guards.wrong_batch import explained_forward
 from tensorshard.engine.last_batch import MicroBatch, ShortBatches
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
+from tensorshard.engine.model_loss import MeansWithoutGraphs, model_loss
+from tensorshard.engine.random_streams import kept_random_state
+from tensorshard.engine.whole_batch import WholeBatch
 from tensorshard.model.batches import call_model, to_device
+from tensorshard.model.buffers import BufferValues
 from tensorshard.passes.batch_norm import ignored_in_statistics
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
@@ -71,6 +75,8 @@ class StepRunner(ABC):
         self._objective = objective
         self._device = device
         self._same_batch = SameBatch(mesh, device)
+        self.whole_batch = WholeBatch(mesh, plan)
+        self.whole_batch.install(sharded.model)
         self.batches = ShortBatches(mesh, EngineLoaders(), lambda: None)
         self._tally: LossTally | None = None  # of the step under way
 
@@ -81,6 +87,7 @@ class StepRunner(ABC):
 
     def abandon(self) -> None:
         """Ends what a failed step left under way. A collective of the ranks on which the step failed."""
+        self.whole_batch.forget()
         tally, self._tally = self._tally, None
         if tally is not None:
             tally.abandon()
@@ -126,11 +133,41 @@ class WholeModelStepRunner(StepRunner):
 
     def _train(self, parts: list[MicroBatch], loss_scale: float) -> StepLoss:
         tally = self._tally = LossTally(self._mesh)
-        for index, part in enumerate(parts):
-            with self._statistics_of(part):  # in recomputed forwards, too
-                self._train_part(part, tally, loss_scale, last=index == len(parts) - 1, micro_batches=len(parts))
+        is_known = self._collect_tokens(parts)
+        for index, part in self._each(parts):  # with its statistics in recomputed forwards, too
+            self._train_part(part, tally, loss_scale, last=index == len(parts) - 1, micro_batches=len(parts))
+        self.whole_batch.forget()
         self._sharded.finish_backward()
-        return self._result(tally)
+        result = self._result(tally)
+        if not is_known and self.whole_batch.was_called:
+            raise StepAgain
+        return result
+
+    def _each(self, parts: list[MicroBatch]) -> Iterator[tuple[int, MicroBatch]]:
+        """The micro-batches, each within what its forwards need."""
+        for index, part in enumerate(parts):
+            with self._statistics_of(part), self.whole_batch.part(index, len(parts), counts=part.counts):
+                yield index, part
+
+    def _collect_tokens(self, parts: list[MicroBatch]) -> bool:
+        """Finds out by forwards alone what functions of the whole batch need of all micro-batches.
+
+        Returns:
+            Whether that is known now. If not, and such a function is called, the results are not final.
+        """
+        if len(parts) == 1 or not self.whole_batch.was_called:
+            return len(parts) == 1
+        counts, buffers = [], BufferValues(self._sharded.all_modules())
+        counting = MeansWithoutGraphs() if self._objective.loss_fn is model_loss else nullcontext()
+        with torch.no_grad(), kept_random_state(self._device), self.whole_batch.collecting(), counting:
+            for _, part in self._each(parts):
+                counts.append(self._count_of(part))
+        buffers.restore()
+        self.whole_batch.weigh(counts)
+        return True
+
+    def _count_of(self, part: MicroBatch) -> torch.Tensor:
+        return self._loss(part)[1]
 
     def _result(self, tally: LossTally, *, trains: bool = True) -> StepLoss:
         """What the micro-batches of a step, or of an evaluation, have added up to."""
@@ -157,13 +194,21 @@ class WholeModelStepRunner(StepRunner):
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:
         self._same_batch.check("evaluate", inputs, targets)
         parts = self.batches.split_for_evaluation(inputs, targets, micro_batches or 1)
-        tally = LossTally(self._mesh)
         with self._sharded.outputs_for_loss():
-            for part in parts:
-                with self._statistics_of(part):
-                    tally.add(*self._loss(part), micro_batches=len(parts))
+            return self._evaluate(parts)
+
+    def _evaluate(self, parts: list[MicroBatch]) -> StepLoss:
+        tally, is_known = LossTally(self._mesh), self._collect_tokens(parts)
+        for _, part in self._each(parts):
+            self._evaluate_part(part, tally, micro_batches=len(parts))
+        self.whole_batch.forget()
+        if not is_known and self.whole_batch.was_called:
+            return self._evaluate(parts)
         tally.start_total()
         return self._result(tally, trains=False)
+
+    def _evaluate_part(self, part: MicroBatch, tally: LossTally, *, micro_batches: int) -> None:
+        tally.add(*self._loss(part), micro_batches=micro_batches)
 
     def predict(self, inputs: Any, *, compare: Any) -> Any:
         if compare is not None:

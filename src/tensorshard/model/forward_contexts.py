@@ -49,6 +49,8 @@ class RootRole(IntEnum):
     """Collective calls of the model's own code are noticed in the first forward."""
     COUPLED_SAMPLES = auto()
     """Reductions over samples are noted in the first forward."""
+    WHOLE_BATCH = auto()
+    """Balance losses that the model calls see the tokens of the whole batch."""
     PRECISION = auto()
     """A forward that the user calls computes in the plan's type."""
     MANUAL_LOOP = auto()

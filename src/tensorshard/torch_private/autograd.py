@@ -1,6 +1,7 @@
 """Asking whether backward is running, and steering it; what recomputation compares with the forward that it repeats."""
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -154,6 +155,9 @@ def is_in_engines_backward() -> bool:
 _ARITHMETIC = ("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Select", "Squeeze", "Sub", "ToCopy", "View")
 _NLL_MEAN = 1
 _MOST_NODES = 64
+_REDUCTIONS = ("Sum", "Mean", "Std", "Var", "Amax", "Amin", "Logsumexp", "Norm", "LinalgVectorNorm")
+_NONLINEAR = ("Pow", "Sqrt", "Rsqrt", "Reciprocal", "Exp", "Log", "Sigmoid", "Tanh", "Softplus", "Std", "Var", "Amax",
+              "Amin", "Max", "Min", "Norm", "LinalgVectorNorm", "Clamp", "Relu", "Abs")  # fmt: skip
 
 
 def means_of(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -189,6 +193,67 @@ def means_of(loss: torch.Tensor) -> list[torch.Tensor]:
                 found.append(node._saved_other)
             todo.extend(before for before, _ in node.next_functions)
     return [value.detach() for value in found]
+
+
+def statistics_in(loss: torch.Tensor, samples: int) -> tuple[bool, list[torch.Tensor]]:
+    """What the graph of the scalar `loss` has that a mean over samples has not.
+
+    Returns:
+        Whether there is a statistic of the batch with several elements, such as the mean over its first dimension; a
+        product, a root or another nonlinear function of a sum over the batch; or a matrix of [samples, samples]. And
+        the tensors that are no samples, have no gradient, and by which something is multiplied.
+
+    Why: what a loss function does with its batch is told by nothing else.
+
+    Checked: torch 2.13.
+
+    Public way: none, as for :func:`means_of`.
+    """
+    seen: set[Node] = set()
+    todo: list[Any] = [loss.grad_fn]
+    found, factors = False, []
+    while todo and len(seen) < _MOST_NODES:
+        node = todo.pop(0)
+        if node is None or node in seen or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        seen.add(node)
+        before = [each for each, _ in node.next_functions if each is not None]
+        shape, kind = _result_shape(node), node.name()
+        if kind.startswith(("Mul", "Div")) and len(before) == 1 and math.prod(shape) > 1:
+            factor = _saved_factor(node)
+            if factor is not None and factor.numel() > 1 and not _is_of_samples(tuple(factor.shape), samples):
+                factors.append(factor.detach())
+        dims = getattr(node, "_saved_dim", ()) if kind.startswith(_REDUCTIONS) else ()
+        over = dims if isinstance(dims, tuple) else (dims,)
+        found |= math.prod(shape) > 1 and any(dim in (0, 2**64 - len(shape) - 1) for dim in over)
+        found |= shape == (samples, samples) and samples > 1
+        if _is_of_samples(shape, samples):
+            todo.extend(before if kind.startswith((*_ARITHMETIC, "Sum", "Mean", "Unsqueeze")) else ())
+            continue
+        if math.prod(shape) > 1:
+            found |= any(_is_of_samples(_result_shape(each), samples) for each in before)
+        else:
+            found |= kind.startswith(_NONLINEAR) or (len(before) > 1 and kind.startswith(("Mul", "Div")))
+        todo.extend(before)
+    return found, factors
+
+
+def _result_shape(node: Any) -> tuple[int, ...]:
+    metadata = node._input_metadata
+    return tuple(metadata[0].shape) if metadata else ()
+
+
+def _saved_factor(node: Any) -> torch.Tensor | None:
+    """What the one operand with a gradient was multiplied by, or divided by."""
+    try:
+        values = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+    except RuntimeError:  # it was freed, or moved
+        return None
+    return next((value for value in values if isinstance(value, torch.Tensor) and not value.requires_grad), None)
+
+
+def _is_of_samples(shape: tuple[int, ...], samples: int) -> bool:
+    return samples > 1 and len(shape) > 0 and shape[0] % samples == 0
 
 
 def compare_saved_tensors(owner: object, describe: Callable[[torch.Tensor], Any]) -> str:

@@ -22,6 +22,7 @@ from tensorshard.engine.loss import sum_and_count
 from tensorshard.engine.loss_terms import takes_model
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.model.batches import batch_size, call_model, split_into
+from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.copies import copy_module
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.parallelize.checks import check_arguments
@@ -228,9 +229,10 @@ def _one_process(case: _Case, data_ranks: int, is_disturbed: bool) -> Record:
     masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(case.optimizer, masters)
     source = TorchSource(model, rename=str)
+    by_parts = any(keeps_statistics(module) for module in model.modules())  # those of each micro-batch
 
     def take_step(number: int) -> float:
-        micro = _micro_batches(case, number, data_ranks)
+        micro = _micro_batches(case, number, data_ranks) if by_parts else [case.batches(number)]
         results = []
         for inputs, targets in micro:
             results.append(_loss(case.loss_fn(call_model(model, inputs), targets), inputs))

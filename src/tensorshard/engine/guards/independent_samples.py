@@ -21,8 +21,9 @@ logger = logging.getLogger("tensorshard")
 _SEED = 0
 _REMEDIES = (
     "If it is a mean over a number found in the batch, let loss_fn return (sum, count) of what it divides by. If it "
-    "compares samples or balances their load, as contrastive losses and those of routers do, gather what it compares "
-    "over engine.mesh.dp_group with ts.distributed.gather_for_sum, and take micro_batches=1"
+    "balances the load of experts, or takes another function of the whole batch, wrap that in "
+    "engine.over_whole_batch(function). If it compares samples, as contrastive losses do, gather what it compares over "
+    "engine.mesh.dp_group with ts.distributed.gather_for_sum, and take micro_batches=1"
 )
 
 
@@ -34,6 +35,7 @@ def check_independent_samples(
     *,
     micro_batches: int,
     tolerance: float,
+    is_asked: bool,
 ) -> None:
     """Compares the loss of the batch with that of the same samples, dealt to ranks and micro-batches in another way.
 
@@ -42,6 +44,7 @@ def check_independent_samples(
     Args:
         evaluate: returns the mean loss of a batch, cut into `micro_batches`, in evaluation mode.
         tolerance: the relative difference that rounding may cause.
+        is_asked: whether the user wants to know what cannot be checked, too.
     """
     if mesh.dp_size * micro_batches == 1:
         return
@@ -49,18 +52,22 @@ def check_independent_samples(
     dist.all_gather_object(batches, (inputs, targets), group=mesh.dp_group)
     dealt = dealt_otherwise(batches, [batch_size(given) for given, _ in batches], mesh.dp_rank)
     if dealt is None:
-        if mesh.rank == 0:
+        if mesh.rank == 0 and is_asked:
             logger.warning(
                 "debug: whether the loss couples samples is not checked: the ranks' batches cannot be joined"
             )
         return
+    state = torch.get_rng_state()
     first = evaluate(inputs, targets).item()
+    if not is_asked and not torch.equal(state, torch.get_rng_state()):
+        return  # other samples get other random numbers
     other = evaluate(*dealt[0]).item()
     if mesh.rank == 0 and abs(first - other) > tolerance * max(abs(first), abs(other)):
         logger.warning(
-            "debug: the loss of the first batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "
+            "%sthe loss of a batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "
             "%d micro-batches in another order. So it couples samples, and depends on the number of ranks. %s "
             "(docs/coupled-losses.md)",
+            "debug: " if is_asked else "",
             first,
             other,
             mesh.dp_size,

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from tensorshard.comm.world import world
 from tensorshard.engine.guards.same_batch import batch_digest
 from tensorshard.plan.mesh import Mesh
-from tensorshard.torch_private.autograd import means_of
+from tensorshard.torch_private.autograd import means_of, statistics_in
 from tensorshard.torch_private.pytree import tree_tensors
 
 logger = logging.getLogger("tensorshard")
 
 _SHOWN = 8
+_COMPARED = 1024  # elements of a factor
 
 
 class UnevenMeans:
@@ -34,16 +35,21 @@ class UnevenMeans:
         self._mesh = mesh
         self._parts: list[tuple[float, list[torch.Tensor]]] = []
         self._batches: list[int] = []
+        self._samples = 0  # of the latest batch
+        self._may_couple = False
+        self._factors: list[list[list[float]]] = []  # of each part
         is_real = not world().is_simulated and dist.get_backend(mesh.world_group) != "fake"
         self.watching = is_real and mesh.dp_size * micro_batches > 1
 
     def begin(self) -> None:
         """Forgets the parts of a step that failed."""
-        self._parts, self._batches = [], []
+        self._parts, self._batches, self._may_couple, self._factors = [], [], False, []
 
     def note_batch(self, batch: Any) -> None:
         """Notes a batch of this rank, or a micro-batch."""
         wanted = self.watching and self._mesh.dp_size > 1 and len(self._batches) < _SHOWN
+        if self.watching:
+            self._samples = next((tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()), 0)
         if wanted and all(tensor.numel() for tensor in tree_tensors(batch)):
             self._batches.append(batch_digest(batch, values=True))
 
@@ -52,17 +58,30 @@ class UnevenMeans:
         if self.watching:
             self._parts.append((samples, means_of(mean)))
 
-    def compare(self) -> None:
-        """Compares the parts of all ranks, once. A collective of the mesh, at the same step on all of its ranks."""
+    def note_loss(self, loss: torch.Tensor, samples: int | None = None) -> None:
+        """Notes the loss of some samples, a mean or a sum, with its graph; None for those of the noted batch."""
+        samples = self._samples if samples is None else samples
+        if self.watching and samples and loss.requires_grad:
+            may_couple, factors = statistics_in(loss, samples)
+            self._may_couple |= may_couple
+            self._factors.append([factor.double().flatten()[:_COMPARED].tolist() for factor in factors])
+
+    def compare(self) -> bool:
+        """Compares the parts of all ranks, once. A collective of the mesh, at the same step on all of its ranks.
+
+        Returns:
+            Whether some loss may depend on which samples are together in a part, and the log does not say so yet.
+        """
         if not self.watching:
-            return
+            return False
         self.watching = False
         mine = [(samples, [value.item() for value in over]) for samples, over in self._parts]
-        found: list[tuple[int, list[tuple[float, list[float]]], list[int]]] = [(0, [], [])] * self._mesh.world_size
-        dist.all_gather_object(found, (self._mesh.dp_rank, mine, self._batches), group=self._mesh.world_group)
+        here = self._mesh.dp_rank, mine, self._batches, self._may_couple, self._factors
+        found: list[Any] = [here] * self._mesh.world_size
+        dist.all_gather_object(found, here, group=self._mesh.world_group)
         self.begin()
-        self._say_if_same({rank: batches for rank, _, batches in found})
-        by_rank = {rank: parts for rank, parts, _ in found if parts}  # ranks of one batch found the same
+        self._say_if_same({rank: batches for rank, _, batches, *_ in found})
+        by_rank = {rank: parts for rank, parts, *_ in found if parts}  # ranks of one batch found the same
         parts = [part for _, parts in sorted(by_rank.items()) for part in parts]
         differing = _differing(parts)
         if differing is not None and self._mesh.rank == 0:
@@ -75,6 +94,16 @@ class UnevenMeans:
                 "computes its own loss (docs/coupled-losses.md)",
                 shown,
             )
+        factors = [each for *_, of_parts in found for each in of_parts]
+        if any(not _same_factors(each, factors[0]) for each in factors):
+            if self._mesh.rank == 0:
+                logger.warning(
+                    "the loss multiplies by numbers that differ between data ranks or micro-batches, as a balance loss "
+                    "does by the tokens that each expert got. One process would take those of the whole batch: wrap "
+                    "the function in engine.over_whole_batch(function) (docs/coupled-losses.md)"
+                )
+            return False
+        return any(may_couple for _, _, _, may_couple, _ in found)
 
     def _say_if_same(self, batches: dict[int, list[int]]) -> None:
         """Logs it if data ranks were given the same samples."""
@@ -90,6 +119,13 @@ class UnevenMeans:
                     rank,
                 )
                 return
+
+
+def _same_factors(one: list[list[float]], other: list[list[float]]) -> bool:
+    if [len(each) for each in one] != [len(each) for each in other]:
+        return True  # other parts of a loss were computed: nothing can be said
+    pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+    return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs)
 
 
 def _differing(parts: list[tuple[float, list[float]]]) -> list[float] | None:
