@@ -53,7 +53,7 @@ class LoopMethods:
     _watch: CallWatch
     _seed: int
 
-    def backward(self, loss: Any) -> torch.Tensor:
+    def backward(self, loss: Any, *, last: bool | None = None) -> torch.Tensor:
         """The backward of one micro-batch's `loss`, in place of ``loss.backward()``.
 
         Gradients become those of the mean over the plan's micro-batches and the data ranks: after the last one,
@@ -64,6 +64,9 @@ class LoopMethods:
             loss: a scalar, the mean over the micro-batch's samples; or ``(sum, count)`` if the numbers of samples or
                 tokens vary. The gradient is then exactly that of the global sum over the global count. Of an epoch's
                 last batch of :meth:`loader`, a mean counts by this rank's number of samples.
+            last: whether the update comes after this micro-batch, although it may not be the plan's last, as at the end
+                of an epoch. A mean still counts ``1 / micro_batches``, as if those that are left out had a loss of 0;
+                a ``(sum, count)`` counts as it does always. By default the plan's last one is the last.
 
         Returns:
             The mean of this micro-batch's loss over the data ranks, without a gradient: a scalar, the same on every
@@ -74,7 +77,7 @@ class LoopMethods:
             ValueError: `loss` does not depend on anything that is trained; it is a mean while an epoch's last batch of
                 :meth:`loader` is at hand, of which the data ranks have different numbers of samples, and the model was
                 called with other tensors than that batch's.
-            RuntimeError: the plan has a pipeline.
+            RuntimeError: the plan has a pipeline; there are penalties of :meth:`add_penalty`.
 
         After any error, the gradients of this step are dropped.
         """
@@ -84,7 +87,7 @@ class LoopMethods:
                 "engine.backward(loss) was called after engine.add_penalty(function), which engine.step adds to its "
                 "loss: in a loop of your own add function(engine.model) to the loss, and call the handle's remove()"
             )
-        return self._manual_loop.backward(loss, weight)
+        return self._manual_loop.backward(loss, weight, bool(last))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context for one micro-batch of a loop of your own: forward, :meth:`backward`, and perhaps the update.

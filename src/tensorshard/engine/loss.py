@@ -160,6 +160,7 @@ class LossTally:
         self._total: GlobalLoss | None = None
         self.normalizer: torch.Tensor | None = None
         self.parts = 0
+        self._expected = 1
 
     def add(self, loss_sum: torch.Tensor, count: torch.Tensor, *, micro_batches: int) -> None:
         """Counts one of `micro_batches` parts."""
@@ -172,6 +173,7 @@ class LossTally:
         else:
             self._sum, self._count = self._sum + loss_sum.detach(), self._count + count
         self.parts += 1
+        self._expected = micro_batches
 
     def start_total(self) -> None:
         """Starts the sum over the data ranks, which goes on while backward computes."""
@@ -195,7 +197,7 @@ class LossTally:
 
     def correction(self) -> torch.Tensor | None:
         """The factor that gradients still need, once every micro-batch was counted; None for no factor."""
-        if self.parts == 1:
+        if self.parts == self._expected == 1:
             return None
         assert self.normalizer is not None
         return self.normalizer.double() / (_nonzero(self.count()) * self._mesh.degrees["cp"])

@@ -139,23 +139,24 @@ class ManualLoop:
                 f"engine.optimizer.step() and zero_grad()"
             )
 
-    def backward(self, loss: Any, share: float = 1.0) -> torch.Tensor:
+    def backward(self, loss: Any, share: float = 1.0, ends: bool = False) -> torch.Tensor:
         """See :meth:`tensorshard.Engine.backward`.
 
         Args:
             share: what a mean counts, where 1 is the average of the data ranks.
+            ends: whether this micro-batch is the step's last, although the plan has more.
         """
         self._check_no_pipeline("engine.backward(loss)")
         total, count = sum_and_count(loss, self._device, "engine.backward was given", "be given")
         check_has_gradient(total)
         try:
             with explained("engine.backward", self._watch):
-                return self._backward(total, count, share)
+                return self._backward(total, count, share, ends)
         except BaseException:
             self.abandon()
             raise
 
-    def _backward(self, total: torch.Tensor, count: torch.Tensor | None, share: float) -> torch.Tensor:
+    def _backward(self, total: torch.Tensor, count: torch.Tensor | None, share: float, ends: bool) -> torch.Tensor:
         self._backwards.check_no_foreign_gradient("engine.backward(loss)")
         micro_batches = self._plan.micro_batches
         if self._done == micro_batches:
@@ -178,7 +179,7 @@ class ManualLoop:
             self._tally.add(total, count, micro_batches=micro_batches)
             assert self._tally.normalizer is not None
             weight = weight * self._mesh.gradient_ranks / self._tally.normalizer  # gradients are averaged
-        last = self._done + 1 == micro_batches
+        last = ends or self._done + 1 == micro_batches
         self._sharded.begin_micro_batch(last, average=True)
         if last and self._tally is not None:
             self._tally.start_total()
@@ -190,7 +191,7 @@ class ManualLoop:
         self._sharded.finish_micro_batch()
         if last:
             self._complete()
-        self._done += 1
+        self._done = micro_batches if last else self._done + 1
         self._calls += 1
         return self._global_loss.mean()
 

@@ -70,7 +70,7 @@ def as_device(device: torch.device | str) -> torch.device:
     if named.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r} was given; plans run on 'cpu' or 'cuda'")
     if named.type == "cpu":
-        return named
+        return torch.device("cpu")  # Accelerate calls it "cpu:0", which fake tensors take for another device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise ValueError(f"device {device!r} was given, but there is no CUDA device here; use 'cpu', or leave it out")

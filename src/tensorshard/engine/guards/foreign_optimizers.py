@@ -82,6 +82,11 @@ def mark_trained(
         vars(parameter)[_PARAMETER] = mark
 
 
+def mark_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Notes that `optimizer` calls an Engine's: schedulers that are built on it set the Engine's rates."""
+    vars(optimizer)[_OPTIMIZER] = True
+
+
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)

@@ -1,0 +1,141 @@
+"""Accelerate's scripts with the import line changed: what they compute in one process, under every kind of plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parity
+import peer_scripts
+import tensorshard as ts
+from rank_pool import RankError
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+_IMPORTS = {
+    "from accelerate import Accelerator": "from tensorshard.compat.accelerate import Accelerator",
+}
+
+
+def _theirs(batch_size: int, *arguments: str) -> dict[str, Any]:
+    return peer_scripts.run("nlp_example", ["--cpu", "--batch_size", str(batch_size), *arguments])
+
+
+def _ours(plan: dict[str, Any], path: str, batch_size: int, *arguments: str) -> dict[str, Any]:
+    file = Path(path) / f"plan-{torch.distributed.get_rank()}.yaml"
+    ts.Plan(**plan).to_yaml(file)
+    given = ["--cpu", "--batch_size", str(batch_size), *arguments]
+    return peer_scripts.run("nlp_example", given, _IMPORTS, TENSORSHARD_PLAN=str(file))
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks_of_data", "arguments"),
+    [
+        pytest.param({"zero": 3}, 2, ["--clip", "0.5"], id="zero 3, clipping"),
+        pytest.param(
+            {"zero": 1}, 2, ["--gradient_accumulation_steps", "3"], id="zero 1, steps that an epoch cuts short"
+        ),
+        pytest.param({"zero": 0}, 2, [], id="zero 0", marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, 1, ["--clip", "0.5"], id="tp 2", marks=pytest.mark.slow),
+        pytest.param({"zero": 2}, 2, ["--gradient_accumulation_steps", "2"], id="zero 2", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_rates_and_metrics_are_those_of_accelerate(ranks, tmp_path, plan, ranks_of_data, arguments):
+    theirs = _theirs(16, *arguments)
+    found = ranks(2, _ours, plan, str(tmp_path), 16 // ranks_of_data, *arguments)
+    for key in ("losses", "rates"):
+        assert found[0][key] == found[1][key] == pytest.approx(theirs[key], abs=1e-5)
+    assert found[0]["accuracy"] == theirs["accuracy"]
+    parity.assert_same_state(found[0]["weights"], theirs["weights"], 1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_folder_under_another_plan(ranks, tmp_path):
+    theirs = _theirs(16, "--clip", "0.5")
+    state = str(tmp_path / "state")
+    ranks(2, _ours, {"zero": 3}, str(tmp_path), 8, "--clip", "0.5", "--save", state)
+    resumed, _ = ranks(2, _ours, {"zero": 1}, str(tmp_path), 8, "--clip", "0.5", "--resume", state)
+    assert resumed["losses"] == pytest.approx(theirs["losses"][4:], abs=1e-5)
+    assert resumed["rates"] == pytest.approx(theirs["rates"][4:])
+    with pytest.raises(RankError, match="saved with 2 data ranks, and there are 1: as in Accelerate"):
+        ranks(1, _ours, {"zero": 1}, str(tmp_path), 16, "--resume", state)
+
+
+@pytest.mark.slow
+def test_mixed_precision_is_the_plans(ranks, tmp_path):
+    """bf16: within the spread of 16-bit digits."""
+    theirs = _theirs(16, "--mixed_precision", "bf16")
+    found = ranks(2, _ours, {"zero": 2}, str(tmp_path), 8, "--mixed_precision", "bf16")
+    assert found[0]["losses"] == pytest.approx(theirs["losses"], abs=2e-2)
+    assert found[0]["losses"] != pytest.approx(_theirs(16)["losses"], abs=1e-7)
+
+
+def _refused() -> dict[str, str]:
+    """The messages of what is refused, by name."""
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from tensorshard.compat.accelerate import Accelerator
+
+    def message(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was refused"
+
+    def made() -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(4, 2)
+        return Accelerator(plan=ts.Plan(zero=0)), model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    found = {}
+    with peer_scripts.fresh_accelerate():
+        found["plugin"] = message(lambda: Accelerator(fsdp_plugin=object()))
+        found["pipeline"] = message(lambda: Accelerator(plan=ts.Plan(pp=2)))
+        found["precision"] = message(lambda: Accelerator(plan=ts.Plan(precision="bf16"), mixed_precision="fp16"))
+        found["fp8"] = message(lambda: Accelerator(mixed_precision="fp8"))
+        plugin = GradientAccumulationPlugin(num_steps=3)
+        found["accumulation"] = message(
+            lambda: Accelerator(plan=ts.Plan(micro_batches=2), gradient_accumulation_plugin=plugin)
+        )
+        found["degrees"] = message(lambda: Accelerator(plan=ts.Plan(tp=3)))
+        accelerator, model, optimizer = made()
+        found["optimizer alone"] = message(lambda: accelerator.prepare(optimizer))
+        found["backward"] = message(lambda: accelerator.backward(model(torch.randn(2, 4)).sum()))
+        accelerator.prepare(model)
+        found["forward"] = message(lambda: model(torch.randn(2, 4)))
+        accelerator.prepare(optimizer)
+        other = torch.nn.Linear(4, 2)
+        found["second model"] = message(lambda: accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1)))
+        accelerator.backward(model(torch.randn(2, 4)).sum())
+        found["clipping"] = message(lambda: accelerator.clip_grad_norm_([model.weight], 1.0))
+        found["hook"] = message(lambda: accelerator.register_save_state_pre_hook(print))
+        accelerator, model, optimizer = made()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.step()
+        found["stepped"] = message(lambda: accelerator.prepare(model, optimizer))
+        found["foreign"] = message(lambda: accelerator.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1)))
+    return found
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(ranks):
+    expected = {
+        "plugin": "ValueError: Accelerator was given fsdp_plugin",
+        "pipeline": "ValueError: Accelerator was given a plan with pp=2",
+        "precision": "ValueError: mixed_precision='fp16' was given with a plan of precision='bf16'",
+        "fp8": "ValueError: mixed_precision is 'fp8'",
+        "accumulation": "ValueError: gradient_accumulation_steps=3 was given with a plan of micro_batches=2",
+        "degrees": "ValueError: ",
+        "optimizer alone": "ValueError: accelerator.prepare was given an optimizer without its model",
+        "backward": "RuntimeError: accelerator.backward was called before prepare(model, optimizer)",
+        "forward": "RuntimeError: the Linear was prepared without its optimizer",
+        "second model": "ValueError: accelerator.prepare was given a second model that is trained",
+        "clipping": "ValueError: accelerator.clip_grad_norm_ clips the 2-norm of the gradient of all",
+        "hook": "NotImplementedError: register_save_state_pre_hook: save_state writes the Engine's checkpoint",
+        "stepped": "ValueError: accelerator.prepare was given a Adam that has stepped",
+        "foreign": "ValueError: accelerator.prepare was given a SGD with a parameter of shape [2, 4] that is not in",
+    }
+    (found,) = ranks(1, _refused)
+    assert {name: found[name][: len(start)] for name, start in expected.items()} == expected
