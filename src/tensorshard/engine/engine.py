@@ -11,6 +11,7 @@ from tensorshard.checkpoint.background import BackgroundSaves
 from tensorshard.checkpoint.registered import RegisteredStates
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.average import WeightAverages
 from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import FinalGradients, GradientNorm, LossScaler, NonFiniteLossError
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
@@ -119,7 +120,7 @@ class Engine(LoopMethods, StateMethods):
         heap: HostHeap | None = None,
     ) -> None:
         self.plan, self.mesh, self.device = plan, mesh, device
-        self._model = sharded.model
+        self._model, self._averages = sharded.model, WeightAverages(sharded, self._finish_update, self.predict)
         self._modules = sharded.all_modules()  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
@@ -179,6 +180,7 @@ class Engine(LoopMethods, StateMethods):
             before=(
                 self._background.check,
                 lambda: storage.check_transfers(of_update=True),
+                self._averages.before_update,
                 sharded.finish_backward,
                 lambda: batch_buffers.check(self.step_count),
                 CoupledSamples(sharded.model, plan, mesh, device).check,
