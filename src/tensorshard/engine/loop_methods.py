@@ -209,7 +209,7 @@ class LoopMethods:
             The names of all parameters that match, frozen before or not.
 
         Raises:
-            ValueError: nothing matches, or nothing would be trained any more; nothing was changed.
+            ValueError: a pattern matches nothing; nothing was changed.
 
         Examples:
             >>> frozen = engine.freeze("layers.*")
@@ -217,13 +217,6 @@ class LoopMethods:
             >>> frozen = engine.unfreeze("layers.*")
         """
         names = matching(pattern, self.sharded.aliases(), "engine.freeze")
-        shown = self.sharded.shown_parameters()
-        trained = {name for name, parameter in shown.items() if parameter.requires_grad}
-        if self.plan.pp == 1 and trained and trained <= set(names):
-            raise ValueError(
-                f"engine.freeze was given {pattern!r}, which leaves nothing to train: keep a parameter trained, or "
-                f"set the learning rates in engine.optimizer.param_groups to 0"
-            )
         self._require_gradients(names, False)
         return names
 

@@ -21,6 +21,10 @@ from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 
 
+Read = Callable[[Any, Any], Any]
+"""(output, targets) -> a tensor whose first dimension is the samples."""
+
+
 @dataclass(frozen=True)
 class StepLoss:
     """The result of a step's forwards and backwards.
@@ -104,12 +108,15 @@ class StepRunner(ABC):
         """
 
     @abstractmethod
-    def predict(self, inputs: Any, *, compare: Any) -> Any:
+    def predict(self, inputs: Any, *, compare: Any, read: Read | None = None, targets: Any = None) -> Any:
         """The model's output for this data rank's batch. Modules are in evaluation mode already.
 
         Args:
             compare: the part of the inputs that is compared between ranks that should have the same; None for no
                 comparison.
+            read: what is returned in place of the output, computed from it and `targets`. It gets outputs as a loss
+                function does, so that logits need not be held.
+            targets: of the same samples, for `read`.
         """
 
 
@@ -165,11 +172,16 @@ class WholeModelStepRunner(StepRunner):
         tally.start_total()
         return self._result(tally, trains=False)
 
-    def predict(self, inputs: Any, *, compare: Any) -> Any:
+    def predict(self, inputs: Any, *, compare: Any, read: Read | None = None, targets: Any = None) -> Any:
         if compare is not None:
             self._same_batch.check("predict", compare, None)
-        with self._sharded.sequences.active():
-            output = self._sharded.sequences.whole(self._output(to_device(inputs, self._device)))
+        for_loss = nullcontext() if read is None else self._sharded.outputs_for_loss()
+        with for_loss, self._sharded.sequences.active():
+            output = self._output(to_device(inputs, self._device))
+            if read is not None:
+                output = read(widen_output(output), to_device(targets, self._device))
+                self._sharded.loss_is_over()
+            output = self._sharded.sequences.whole(output)
         return widen_output(output)
 
     def _loss(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ _SEED = 0
 _REMEDIES = (
     "If it is a mean over a number found in the batch, let loss_fn return (sum, count) of what it divides by. If it "
     "compares samples or balances their load, as contrastive losses and those of routers do, gather what it compares "
-    "over engine.mesh.dp_group with ts.distributed.gather_for_sum, and take micro_batches=1"
+    "with ts.gather_samples, and take micro_batches=1"
 )
 
 
