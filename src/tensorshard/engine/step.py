@@ -20,7 +20,6 @@ from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 
-
 Read = Callable[[Any, Any], Any]
 """(output, targets) -> a tensor whose first dimension is the samples."""
 
