@@ -16,6 +16,10 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "gan-zero1": ("gan", 2, ["--zero", "1"]),
     "gan-zero3": ("gan", 2, ["--zero", "3"]),
     "gan-tp": ("gan", 2, ["--tp", "2"]),
+    "distillation-zero": ("distillation", 2, ["--student", "zero=1", "--teacher", "zero=3"]),
+    "distillation-tiled": ("distillation", 2, ["--student", "zero=3,logits=tiled", "--teacher", "zero=1,logits=tiled"]),
+    "distillation-tp": ("distillation", 2, ["--student", "tp=2,logits=tiled", "--teacher", "tp=2,logits=tiled"]),
+    "distillation-four": ("distillation", 4, ["--student", "tp=2,zero=1", "--teacher", "tp=2,zero=3"]),
     "dpo-four": ("dpo", 4, ["--policy", "zero=3,tp=2", "--reference", "dp_replicate=2,zero=3"]),
 }
 

@@ -38,7 +38,8 @@ def _outputs(kind: str, fields: dict[str, Any], as_callable: bool) -> Any:
     output = frozen(tokens)
     again = frozen(**tokens) if isinstance(tokens, dict) else frozen((tokens,))
     logits = [o if isinstance(o, torch.Tensor) else o.logits for o in (output, again)]
-    assert torch.equal(*logits) and not logits[0].requires_grad and logits[0].dtype == torch.float32
+    torch.testing.assert_close(*logits)  # a view's memory may be aligned in another way
+    assert not logits[0].requires_grad and logits[0].dtype == torch.float32
     engine = frozen._engine
     assert not any(p.requires_grad for p in engine.sharded.masters().values()) and not engine.optimizer.state
     state = frozen.full_state_dict()

@@ -480,9 +480,19 @@ class Engine(LoopMethods, StateMethods):
         Raises:
             ValueError: the model returns no logits of that shape.
         """
-        with self._call("log_probs"), self._evaluation_mode():
+        return self._read_output("log_probs", inputs, targets, target_log_probs)
+
+    @torch.no_grad()
+    def _read_output(self, call: str, inputs: Any, targets: Any, read: Read) -> Any:
+        """What `read` makes of the output for this data rank's `inputs`, in evaluation mode, and of their `targets`.
+
+        Args:
+            call: its name for messages.
+        """
+        with self._call(call), self._evaluation_mode():
             self.wait_for_update()
-            return self._predict(inputs, compare=(inputs, targets), read=target_log_probs, targets=targets)
+            compare = inputs if targets is None else (inputs, targets)
+            return self._predict(inputs, compare=compare, read=read, targets=targets)
 
     def _predict(self, inputs: Any, *, compare: Any, read: Read | None = None, targets: Any = None) -> Any:
         # Micro-batches of a pipeline cannot share a cache.

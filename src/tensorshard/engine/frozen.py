@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tensorshard.engine.generation import logits_in
+from tensorshard.loss.logits.distillation import distillation_loss
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 
@@ -68,6 +70,35 @@ class FrozenModel:
         held."""
         return self._engine.log_probs(inputs, targets)
 
+    def distillation_loss(
+        self, inputs: Any, student_logits: torch.Tensor, *, temperature: float = 1.0, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far a student's logits are from this teacher's for the same inputs:
+        :func:`tensorshard.nn.functional.distillation_loss`, which holds neither of them.
+
+        It is called in a ``loss_fn(model, batch)`` or a loop of your own. This model then needs the same data ranks as
+        the student. Otherwise, and beside a student with a pipeline, compute the teacher's logits before the step, and
+        pass them as targets. With ``pp`` or ``cp`` the teacher's logits are held.
+
+        Args:
+            inputs: of this data rank, as for :meth:`tensorshard.Engine.step`.
+            student_logits: [samples, ..., classes].
+            temperature, mask: as for that function.
+
+        Raises:
+            ValueError: the shapes differ; ranks that should pass the same inputs do not.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "mask": mask}
+        if self.plan.pp > 1 or self.plan.cp > 1:
+            return distillation_loss(student_logits, logits_in(self._engine.predict(inputs)), **options)
+        with_grad = torch.is_grad_enabled()
+
+        def read(output: Any, _: Any) -> Any:
+            with torch.set_grad_enabled(with_grad):
+                return distillation_loss(student_logits, logits_in(output), **options)
+
+        return self._engine._read_output("distillation_loss", inputs, None, read)
+
     def gather(self, values: Any) -> Any:
         """What each of its data ranks has, put together on every rank, as :meth:`tensorshard.Engine.gather` does: so
         the data ranks of another plan get theirs."""
@@ -104,11 +135,7 @@ def target_log_probs(output: Any, targets: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: there are no such logits.
     """
-    logits = output
-    if isinstance(output, dict) or hasattr(output, "logits"):
-        logits = output["logits"] if isinstance(output, dict) else output.logits
-    elif isinstance(output, tuple | list) and output:
-        logits = output[0]
+    logits = logits_in(output)
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
         shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise ValueError(
