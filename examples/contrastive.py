@@ -32,26 +32,16 @@ class TwoTowers(nn.Module):
         return F.normalize(self.image(images), dim=1), F.normalize(self.text(texts), dim=1), self.log_scale.exp()
 
 
-class ContrastiveLoss:
-    """Mean over this rank's pairs. Each pair is compared with all others of the global batch.
+def loss_of_pairs(output: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Each image is compared with all texts, and each text with all images."""
+    images, texts, scale = output
+    scores, pairs = scale * images @ texts.T, torch.arange(len(images), device=images.device)
+    return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs)) / 2
 
-    Attributes:
-        group: the data ranks, ``engine.mesh.dp_group``; None for a rank that has the whole batch.
-    """
 
-    group: dist.ProcessGroup | None = None
-
-    def __call__(self, output: tuple[torch.Tensor, ...], targets: torch.Tensor) -> torch.Tensor:
-        images, texts, scale = output
-        all_images, all_texts, first = images, texts, 0
-        if self.group is not None:
-            all_images = ts.distributed.gather_for_sum(images, dim=0, group=self.group)
-            all_texts = ts.distributed.gather_for_sum(texts, dim=0, group=self.group)
-            first = self.group.rank() * len(images)
-        own = first + torch.arange(len(images), device=images.device)
-        by_image = F.cross_entropy(scale * images @ all_texts.T, own)
-        by_text = F.cross_entropy(scale * texts @ all_images.T, own)
-        return (by_image + by_text) / 2
+def contrastive_loss(output: tuple[torch.Tensor, ...], _: torch.Tensor) -> torch.Tensor:
+    images, texts, scale = output
+    return loss_of_pairs((ts.gather_samples(images), ts.gather_samples(texts), scale))
 
 
 def pairs(step: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,13 +60,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="pairs in a step, over all data ranks")
     parser.add_argument("--zero", type=int, default=1, choices=range(4))
     args = parser.parse_args()
-    loss_fn = ContrastiveLoss()
-    optimizer = partial(torch.optim.AdamW, lr=3e-3)
-    engine = ts.parallelize(TwoTowers, ts.Plan(zero=args.zero), optimizer=optimizer, loss_fn=loss_fn, debug=True)
+    optimizer, plan = partial(torch.optim.AdamW, lr=3e-3), ts.Plan(zero=args.zero)
+    engine = ts.parallelize(TwoTowers, plan, optimizer=optimizer, loss_fn=contrastive_loss, debug=True)
     mesh = engine.mesh
     if args.batch_size % mesh.dp_size:
         parser.error(f"--batch-size {args.batch_size} does not divide by the {mesh.dp_size} data ranks")
-    loss_fn.group = mesh.dp_group if mesh.dp_size > 1 else None
     for step in range(1, args.steps + 1):
         images, texts = (part.chunk(mesh.dp_size)[mesh.dp_rank] for part in pairs(step, args.batch_size))
         loss = engine.step((images, texts), texts)  # the loss needs no targets: the pairs are known

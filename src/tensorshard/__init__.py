@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from tensorshard.distributed import init_process_group
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
+    from tensorshard.engine.frozen import FrozenModel
     from tensorshard.engine.loss_terms import LossTerm
     from tensorshard.engine.model_loss import model_loss
-    from tensorshard.parallelize.parallelize import parallelize
+    from tensorshard.engine.samples import gather_samples
+    from tensorshard.parallelize.parallelize import parallelize, parallelize_frozen
     from tensorshard.plan.mesh import Mesh
     from tensorshard.predict.estimate import Estimate, estimate
     from tensorshard.predict.profile_memory import profile_memory
@@ -35,6 +37,7 @@ __all__ = [
     "Engine",
     "Estimate",
     "FoundPlan",
+    "FrozenModel",
     "LossTerm",
     "Mesh",
     "Offload",
@@ -46,6 +49,7 @@ __all__ = [
     "estimate",
     "find_plans",
     "from_pretrained",
+    "gather_samples",
     "get_parallel_dim",
     "group_sharded_parallel",
     "init_process_group",
@@ -53,6 +57,7 @@ __all__ = [
     "nn",
     "notebook_launch",
     "parallelize",
+    "parallelize_frozen",
     "profile_memory",
     "register_ddp_parameters_to_ignore",
     "register_parallel_attribute",
@@ -71,6 +76,7 @@ _MODULES = {
     "Engine": "tensorshard.engine",
     "Estimate": "tensorshard.predict",
     "FoundPlan": "tensorshard.predict.search",
+    "FrozenModel": "tensorshard.engine.frozen",
     "LossTerm": "tensorshard.engine.loss_terms",
     "Mesh": "tensorshard.plan.mesh",
     "PlanSearch": "tensorshard.predict.search",
@@ -79,12 +85,14 @@ _MODULES = {
     "estimate": "tensorshard.predict",
     "find_plans": "tensorshard.predict.search",
     "from_pretrained": "tensorshard.weights.files",
+    "gather_samples": "tensorshard.engine.samples",
     "get_parallel_dim": "tensorshard.comm.marks",
     "group_sharded_parallel": "tensorshard.compat.group_sharded",
     "init_process_group": "tensorshard.distributed",
     "model_loss": "tensorshard.engine.model_loss",
     "notebook_launch": "tensorshard.trainer.launch.notebook",
     "parallelize": "tensorshard.parallelize.parallelize",
+    "parallelize_frozen": "tensorshard.parallelize.parallelize",
     "profile_memory": "tensorshard.predict",
     "register_ddp_parameters_to_ignore": "tensorshard.distributed.ddp",
     "_PARALLEL_DIM": "tensorshard.comm.marks",

@@ -149,7 +149,7 @@ def _check_readme(found: dict[str, Any], folder: Path) -> None:
 
 
 def _check_own_loop(found: dict[str, Any], folder: Path) -> None:
-    assert found["steps"] == 2 * 32 + 11  # two epochs of 32 batches, then the sections' own
+    assert found["steps"] == 2 * 32 + 13  # two epochs of 32 batches, then the sections' own
     assert found["seen"] == sorted(
         f"{name}.{kind}" for name in ("blocks.0.0", "blocks.1.0", "head", "inlet") for kind in ("bias", "weight")
     )

@@ -253,10 +253,13 @@ def freeze(side: Side, step: int) -> None:
 
 
 def unfreeze(side: Side, step: int) -> None:
-    if step == 0:
-        side.model.blocks.requires_grad_(False)
-    if step == 2:
-        side.model.blocks.requires_grad_(True)
+    """By names of modules and of parameters, where an Engine takes them."""
+    if step in (0, 2):
+        if side.engine is not None:
+            (side.engine.freeze if step == 0 else side.engine.unfreeze)(["blocks", "inlet.b*"])
+        else:
+            for p in [*side.model.blocks.parameters(), side.model.inlet.bias]:
+                p.requires_grad_(step == 2)
     side.step(*side.batch(step))
 
 

@@ -330,6 +330,73 @@ class OptimizerPart(Part):
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+class Average(Protocol):
+    """An average of the master weights, laid out as they are."""
+
+    updates: int
+    waited: int
+    tensors: dict[str, torch.Tensor]
+
+
+class AveragesPart(Part):
+    """Averages of the master weights by their names: ``average.AVERAGE.NAME``, and how many weights each is of."""
+
+    def __init__(self, sharded: ShardedModel, averages: Mapping[str, Average]) -> None:
+        self._sharded = sharded
+        self._averages = averages
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+
+    def entries(self) -> dict[str, Any]:
+        numbers = {name: {"updates": a.updates, "waited": a.waited} for name, a in self._averages.items()}
+        return {"averages": numbers}
+
+    def tensors(self) -> dict[str, Any]:
+        return self._named({name: average.tensors for name, average in self._averages.items()})
+
+    def _named(self, averages: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        return {
+            f"average.{average}.{name}": in_pieces(self._sharded, name, tensor.detach())
+            for average, tensors in averages.items()
+            for name, tensor in tensors.items()
+        }
+
+    def check(self, stored: Stored) -> None:
+        there = stored.document.get("averages", {})
+        for name in self._averages:
+            if name not in there:
+                raise ValueError(
+                    f"{stored.source} has no average {name!r}, which was made of this engine's weights; it has "
+                    f"{', '.join(there) or 'none'}. Call engine.average after engine.load"
+                )
+        unknown = [name for name in there if name not in self._averages]
+        if unknown:
+            logger.warning(
+                "%s has the averages %s, which are not loaded: call engine.average(name=...) before engine.load",
+                stored.source,
+                ", ".join(unknown),
+            )
+
+    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
+        masters = self._sharded.masters()
+        self._read = {
+            average: {
+                name: copy.like(master.detach())
+                for name, master in masters.items()
+                if f"average.{average}.{name}" in stored.metadata.state_dict_metadata
+            }
+            for average in self._averages
+        }
+        return self._named(self._read)
+
+    def restore(self, stored: Stored) -> None:
+        read, self._read = self._read, {}
+        for name, tensors in read.items():
+            average, entry = self._averages[name], stored.document["averages"][name]
+            average.tensors.clear()
+            average.tensors.update({each: tensor.clone() for each, tensor in tensors.items()})
+            average.updates, average.waited = entry["updates"], entry["waited"]
+
+
 class NumbersPart(Part):
     """States that are numbers or made of numbers, each under one name in ``engine.json``.
 

@@ -11,6 +11,8 @@ from tensorshard.checkpoint.background import BackgroundSaves
 from tensorshard.checkpoint.registered import RegisteredStates
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.average import WeightAverages
+from tensorshard.engine.frozen import target_log_probs
 from tensorshard.engine.generation import Generator
 from tensorshard.engine.gradients import FinalGradients, GradientNorm, LossScaler, NonFiniteLossError
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
@@ -42,8 +44,10 @@ from tensorshard.engine.optimizer import (
 )
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
+from tensorshard.engine.samples import samples_of
 from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import (
+    Read,
     StepAgain,
     StepLoss,
     StepRunner,
@@ -119,7 +123,7 @@ class Engine(LoopMethods, StateMethods):
         heap: HostHeap | None = None,
     ) -> None:
         self.plan, self.mesh, self.device = plan, mesh, device
-        self._model = sharded.model
+        self._model, self._averages = sharded.model, WeightAverages(sharded, self._finish_update, self.predict)
         self._modules = sharded.all_modules()  # listing them takes a tenth of a millisecond a block
         self.sharded = sharded
         self.loss_fn = loss_fn
@@ -179,6 +183,7 @@ class Engine(LoopMethods, StateMethods):
             before=(
                 self._background.check,
                 lambda: storage.check_transfers(of_update=True),
+                self._averages.before_update,
                 sharded.finish_backward,
                 lambda: batch_buffers.check(self.step_count),
                 CoupledSamples(sharded.model, plan, mesh, device).check,
@@ -484,11 +489,43 @@ class Engine(LoopMethods, StateMethods):
             self.wait_for_update()
             return self._predict(inputs, compare=inputs)
 
-    def _predict(self, inputs: Any, *, compare: Any) -> Any:
+    @torch.no_grad()
+    def log_probs(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """The log-probability of each target under the model, in evaluation mode: of a policy or a reference, say.
+
+        The model returns logits: alone, first in a tuple, or as ``.logits``. Large ones are computed in tiles and not
+        held, as the plan says (``Plan(logits=...)``). Every rank calls it, as for :meth:`predict`.
+
+        Args:
+            inputs: this data rank's inputs, as for :meth:`step`.
+            targets: classes, of the shape of the logits without their last dimension; -100 where there is none. For a
+                causal language model they are the inputs moved by one.
+
+        Returns:
+            fp32, of the shape of `targets`; 0 where there is no target. Without gradients.
+
+        Raises:
+            ValueError: the model returns no logits of that shape.
+        """
+        return self._read_output("log_probs", inputs, targets, target_log_probs)
+
+    @torch.no_grad()
+    def _read_output(self, call: str, inputs: Any, targets: Any, read: Read) -> Any:
+        """What `read` makes of the output for this data rank's `inputs`, in evaluation mode, and of their `targets`.
+
+        Args:
+            call: its name for messages.
+        """
+        with self._call(call), self._evaluation_mode():
+            self.wait_for_update()
+            compare = inputs if targets is None else (inputs, targets)
+            return self._predict(inputs, compare=compare, read=read, targets=targets)
+
+    def _predict(self, inputs: Any, *, compare: Any, read: Read | None = None, targets: Any = None) -> Any:
         # Micro-batches of a pipeline cannot share a cache.
-        cache = self._cache.off() if self.plan.pp > 1 or self.plan.cp > 1 else nullcontext()
+        cache = self._cache.off() if self.plan.pp > 1 or self.plan.cp > 1 or read is not None else nullcontext()
         with cache:
-            output = self._step_runner.predict(inputs, compare=compare)
+            output = self._step_runner.predict(inputs, compare=compare, read=read, targets=targets)
         self.storage.check_transfers()
         return output
 
@@ -546,6 +583,7 @@ class Engine(LoopMethods, StateMethods):
             explained_compilation(),
             self.random.installed(),
             self._forwards.inside_engine_call(),
+            samples_of(name, self.plan, self.mesh),
             compiling,
         ):
             yield

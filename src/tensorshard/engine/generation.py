@@ -155,17 +155,20 @@ def longest_sequence(model: nn.Module) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
+def logits_in(output: Any) -> Any:
+    """What a model returned as logits: its output, the first item of it, or its ``.logits``."""
+    if isinstance(output, dict) or hasattr(output, "logits"):
+        return output["logits"] if isinstance(output, dict) else output.logits
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
 def logits_of(output: Any, tokens: torch.Tensor) -> torch.Tensor:
     """The logits in what a model returned for `tokens`: [samples, tokens, vocabulary].
 
     Raises:
         ValueError: the output has none.
     """
-    logits = output
-    if isinstance(output, dict) or hasattr(output, "logits"):
-        logits = output["logits"] if isinstance(output, dict) else output.logits
-    elif isinstance(output, tuple | list):
-        logits = output[0]
+    logits = logits_in(output)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
         shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise ValueError(

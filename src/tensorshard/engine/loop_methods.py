@@ -1,14 +1,16 @@
 """The Engine's methods for a loop of your own."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.data import Dataset
 
 from tensorshard.comm.call_watch import CallWatch
+from tensorshard.common.kinds import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
 from tensorshard.engine.guards.collective_errors import explained
@@ -36,6 +38,33 @@ _ELSEWHERE = {
     "cuda": "parallelize(device='cuda')",
     "cpu": "parallelize(device='cpu'), or engine.full_state_dict()",
 }
+
+
+def matching(pattern: str | Sequence[str], aliases: Mapping[str, str], call: str) -> list[str]:
+    """The parameters that patterns of names match: their own names, or those of modules that hold them.
+
+    Args:
+        aliases: for every name of a parameter, the first one.
+        call: for errors.
+
+    Raises:
+        TypeError: a pattern is no text.
+        ValueError: one matches nothing.
+    """
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    found: dict[str, None] = {}
+    for one in patterns:
+        if not isinstance(one, str):
+            raise TypeError(f"{call} was given {kind_of(one)}; it takes names of parameters or modules, as text")
+        names = [name for name in aliases if fnmatchcase(name, one) or fnmatchcase(name, f"{one}.*")]
+        if not names:
+            known = list(dict.fromkeys([*aliases, *(name.rpartition(".")[0] for name in aliases)]))
+            near = difflib.get_close_matches(one, known, n=3) or list(aliases)[:3]
+            raise ValueError(
+                f"{call} was given {one!r}, which no parameter's name matches; there are {', '.join(near)}"
+            )
+        found.update(dict.fromkeys(aliases[name] for name in names))
+    return list(found)
 
 
 class LoopMethods:
@@ -168,6 +197,56 @@ class LoopMethods:
             A handle; its ``remove()`` removes the hook.
         """
         return self._gradients.register_hook(hook)
+
+    def freeze(self, pattern: str | Sequence[str]) -> list[str]:
+        """Stops training parameters, from the next forward on: what ``requires_grad_(False)`` does, by names.
+
+        The optimizer leaves them and their states as they are, as torch's do. Every rank calls it, between steps. With
+        a pipeline, a pattern also says which parameters of other stages are frozen there.
+
+        Args:
+            pattern: of names of parameters or modules, as ``fnmatch`` reads them: ``"blocks.0"``, ``"*.bias"``; or
+                several of them.
+
+        Returns:
+            The names of all parameters that match, frozen before or not.
+
+        Raises:
+            ValueError: a pattern matches nothing; nothing was changed.
+
+        Examples:
+            >>> frozen = engine.freeze("layers.*")
+            >>> loss = engine.step(inputs, targets)
+            >>> frozen = engine.unfreeze("layers.*")
+        """
+        names = matching(pattern, self.sharded.aliases(), "engine.freeze")
+        self._require_gradients(names, False)
+        return names
+
+    def unfreeze(self, pattern: str | Sequence[str]) -> list[str]:
+        """Trains parameters from the next forward on: what ``requires_grad_(True)`` does, by names as for
+        :meth:`freeze`.
+
+        The optimizer goes on with the states that they had. One that was frozen at ``parallelize`` joins the optimizer
+        in the group that `optimizer` puts it in. Every rank calls it.
+
+        Returns:
+            The names of all parameters that match, trained before or not.
+
+        Raises:
+            ValueError: nothing matches.
+            RuntimeError: by the next step: the optimizer is offloaded, and has no room for one that was frozen at
+                ``parallelize``.
+        """
+        names = matching(pattern, self.sharded.aliases(), "engine.unfreeze")
+        self._require_gradients(names, True)
+        return names
+
+    def _require_gradients(self, names: Sequence[str], required: bool) -> None:
+        shown = self.sharded.shown_parameters()
+        for name in names:
+            if name in shown:
+                shown[name].requires_grad_(required)
 
     def add_penalty(self, function: Penalty) -> PenaltyHandle:
         """Adds a penalty on the weights to the loss of every :meth:`Engine.step`, once a step, under any plan.

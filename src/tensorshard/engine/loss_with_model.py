@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.loss_terms import LossOfTerms, MetricTotals, number_of_samples, read_loss
 from tensorshard.engine.manual_forwards import ManualForwards
+from tensorshard.engine.samples import standing_in
 from tensorshard.engine.step import StepAgain, StepLoss, WholeModelStepRunner
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -100,7 +102,7 @@ class LossWithModelRunner(WholeModelStepRunner):
     def _terms(self, part: MicroBatch) -> LossOfTerms:
         batch = part.on_device(self._device).inputs
         sequences = self._sharded.sequences
-        with sequences.active(), self._forwards.in_loss():
+        with sequences.active(), self._forwards.in_loss(), nullcontext() if part.counts else standing_in():
             returned = sequences.whole(self._loss_fn(self._sharded.model, batch))
         loss = read_loss(returned, batch, self._device)
         if self._means is not None and torch.is_grad_enabled() and part.counts:

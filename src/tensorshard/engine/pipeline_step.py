@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tensorshard.comm.world import world
 from tensorshard.common.kinds import with_article
 from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
-from tensorshard.engine.step import StepAgain, StepLoss, StepRunner
+from tensorshard.engine.step import Read, StepAgain, StepLoss, StepRunner
 from tensorshard.model.batches import batch_size, split_unevenly, to_device
 from tensorshard.model.tensors import Structure, map_tensors, take_apart
 from tensorshard.passes.precision import autocast, widen_output
@@ -144,29 +145,35 @@ class PipelineStepRunner(StepRunner):
         if failure is not None:
             raise failure
 
-    def predict(self, inputs: Any, *, compare: Any) -> Any:
+    def predict(self, inputs: Any, *, compare: Any, read: Read | None = None, targets: Any = None) -> Any:
         if compare is not None:
             self._same_batch.check("predict", compare, None)
         self._sharded.follow_modes()
-        parts = self._on_device(split_unevenly(inputs, None, 1 if self._predicts_whole else self._plan.micro_batches))
-        outputs = self._outputs(parts)
+        count = 1 if self._predicts_whole else self._plan.micro_batches
+        parts = self._on_device(split_unevenly(inputs, targets, count))
+        outputs = self._outputs(parts, read)
         sizes = [batch_size(part) for part, _ in parts]
         last = self._sharded.last_rank
         if not decide_once(lambda: _can_join(outputs, sizes), self._group, rank=last, device=self._device):
             self._predicts_whole = True
-            parts = self._on_device([(inputs, None)])
-            outputs = self._outputs(parts)
+            outputs = self._outputs(self._on_device([(inputs, targets)]), read)
         return self._shown_to_all(lambda: _joined(outputs))
 
-    def _outputs(self, parts: list[tuple[Any, Any]]) -> list[Any]:
-        """The model's output for each part, on the rank of the last stage."""
+    def _outputs(self, parts: list[tuple[Any, Any]], read: Read | None) -> list[Any]:
+        """The model's output for each part, or what `read` makes of it, on the rank of the last stage."""
         outputs: dict[int, Any] = {}
 
         def consume(index: int, output: Callable[[], Any]) -> None:
             with self._sharded.sequences.active():
-                outputs[index] = widen_output(self._sharded.sequences.whole(output()))
+                if read is None:
+                    result = output()
+                else:
+                    result = read(widen_output(output()), parts[index][1])
+                    self._sharded.loss_is_over()
+                outputs[index] = widen_output(self._sharded.sequences.whole(result))
 
-        self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
+        with nullcontext() if read is None else self._sharded.outputs_for_loss():
+            self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
         return [outputs[index] for index in sorted(outputs)]
 
     def _on_device(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -17,6 +17,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import local_or_url
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.average import Decay, WeightAverage, WeightAverages
 from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.engine.gradients import LossScaler
 from tensorshard.engine.guards.collective_errors import explained
@@ -92,6 +93,7 @@ class StateMethods:
     _owners: Owners | None
     _update: Update
     _watch: CallWatch
+    _averages: WeightAverages
     _background: "BackgroundSaves"
     _states: "RegisteredStates"
 
@@ -124,6 +126,7 @@ class StateMethods:
         A collective, if an update goes on.
         """
         self._update.finish()
+        self._averages.settle()
         self.sharded.adopt_writes()
 
     def _after_update(self) -> None:
@@ -133,6 +136,7 @@ class StateMethods:
             self.sharded.gather_as_updated(self._update.copied)
         else:
             self.sharded.all_gather_parameters(self._update.copied)
+        self._averages.after_update(pending=self._update.is_pending)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The original model's state dict: full tensors on the CPU, fp32 or wider, on rank 0; {} elsewhere.
@@ -178,6 +182,7 @@ class StateMethods:
             RuntimeError: a rank could not write, or an earlier save in the background has failed. The message names
                 the path.
         """
+        self._averages.check_none_applied("engine.save")
         with explained("engine.save", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
@@ -238,6 +243,7 @@ class StateMethods:
             ValueError: its tensors are not those of this model or optimizer; names the first that differ. Or it has the
                 trained parameters alone, of another base. Or it is damaged; names the file.
         """
+        self._averages.check_none_applied("engine.load")
         with explained("engine.load", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
@@ -246,7 +252,7 @@ class StateMethods:
     def _checkpoints(self, *, trained_only: bool = False) -> "CheckpointManager":
         # torch's distributed checkpoints take long to import.
         from tensorshard.checkpoint.checkpoint import CheckpointManager
-        from tensorshard.checkpoint.parts import NumbersPart, OptimizerPart, RandomPart, WeightsPart
+        from tensorshard.checkpoint.parts import AveragesPart, NumbersPart, OptimizerPart, RandomPart, WeightsPart
         from tensorshard.checkpoint.registered import RegisteredPart
 
         parts = (
@@ -257,6 +263,7 @@ class StateMethods:
                 kind=class_of(self._optimizer),
                 wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
             ),
+            AveragesPart(self.sharded, self._averages.by_name),
             WeightsPart(self.sharded, self.mesh.world_group, self._trained_ever() if trained_only else None),
             NumbersPart(
                 step_count=self._steps,
@@ -359,6 +366,35 @@ class StateMethods:
                 for name in values.keys() & held.keys():
                     to_local(held[name].detach()).copy_(to_local(sharded.local_value(name, values[name])))
             sharded.all_gather_loaded()
+
+    def average(self, decay: Decay = 0.999, *, every: int | None = 1, name: str = "average") -> WeightAverage:
+        """An average of the trained weights from now on, which follows each update: what
+        ``torch.optim.swa_utils.AveragedModel`` holds, sharded as the master weights are, in their precision.
+
+        Checkpoints hold it, for any other plan: make it before :meth:`load`. Every rank calls this. It takes 4 bytes
+        for each trained parameter of which this rank has the master.
+
+        Args:
+            decay: of an exponential average: ``decay * average + (1 - decay) * weights``; a function from the number of
+                updates so far to that; or None for the mean over all updates (stochastic weight averaging).
+            every: number of the optimizer's updates between two of the average; None if you call ``update()`` yourself.
+                Steps that fp16 skips are none.
+            name: in checkpoints.
+
+        Returns:
+            The average: ``with average.applied():`` the model has it as its weights, and ``average(inputs)`` is its
+            output.
+
+        Raises:
+            TypeError, ValueError: an argument is of the wrong kind; the name is taken.
+
+        Examples:
+            >>> average = engine.average(decay=0.99)
+            >>> loss = engine.step(inputs, targets)
+            >>> with average.applied():
+            ...     loss = engine.evaluate(inputs, targets)
+        """
+        return self._averages.add(name, decay, every)
 
     def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.

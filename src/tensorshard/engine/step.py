@@ -24,6 +24,9 @@ from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 
+Read = Callable[[Any, Any], Any]
+"""(output, targets) -> a tensor whose first dimension is the samples."""
+
 
 @dataclass(frozen=True)
 class StepLoss:
@@ -111,12 +114,15 @@ class StepRunner(ABC):
         """
 
     @abstractmethod
-    def predict(self, inputs: Any, *, compare: Any) -> Any:
+    def predict(self, inputs: Any, *, compare: Any, read: Read | None = None, targets: Any = None) -> Any:
         """The model's output for this data rank's batch. Modules are in evaluation mode already.
 
         Args:
             compare: the part of the inputs that is compared between ranks that should have the same; None for no
                 comparison.
+            read: what is returned in place of the output, computed from it and `targets`. It gets outputs as a loss
+                function does, so that logits need not be held.
+            targets: of the same samples, for `read`.
         """
 
 
@@ -210,11 +216,16 @@ class WholeModelStepRunner(StepRunner):
     def _evaluate_part(self, part: MicroBatch, tally: LossTally, *, micro_batches: int) -> None:
         tally.add(*self._loss(part), micro_batches=micro_batches)
 
-    def predict(self, inputs: Any, *, compare: Any) -> Any:
+    def predict(self, inputs: Any, *, compare: Any, read: Read | None = None, targets: Any = None) -> Any:
         if compare is not None:
             self._same_batch.check("predict", compare, None)
-        with self._sharded.sequences.active():
-            output = self._sharded.sequences.whole(self._output(to_device(inputs, self._device)))
+        for_loss = nullcontext() if read is None else self._sharded.outputs_for_loss()
+        with for_loss, self._sharded.sequences.active():
+            output = self._output(to_device(inputs, self._device))
+            if read is not None:
+                output = read(widen_output(output), to_device(targets, self._device))
+                self._sharded.loss_is_over()
+            output = self._sharded.sequences.whole(output)
         return widen_output(output)
 
     def _loss(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,10 +71,12 @@ def build_engine(
     watchdog: bool | float = True,
     decisions: Decisions | None = None,
     off_device: bool | None = None,
+    frozen: bool = False,
 ) -> Engine:
     """What :func:`tensorshard.parallelize` does with a Plan.
 
     Args:
+        frozen: whether no parameter is trained.
         decisions: decisions of another rank of this plan and model, which this process tried before; None to decide.
         off_device: whether offloaded values leave the device's memory for the host's; None to ask the device.
 
@@ -93,16 +95,18 @@ def build_engine(
     with RestoreOnError() as restored, kept_random_state(device):
         if isinstance(model, nn.Module):
             restored.note(model)
-            check_model(model, plan, split="tp" if built else "refused")
+            check_model(model, plan, split="tp" if built else "refused", frozen=frozen)
             _check_rules(model, own_rules(model), optimizer)
         join_world(device, timeout=patience)
         source, agreed, rules = _weights_of(model, seed, restored, decisions)
+        if frozen:
+            source.module.requires_grad_(False)
         with explained("parallelize"):
             check_same(_described(plan, seed, source.module), world_group(), "parallelize")
         if isinstance(model, PretrainedModel):
             source = model.source(source, world_group())
         if not isinstance(model, nn.Module):
-            check_model(source.module, plan)
+            check_model(source.module, plan, frozen=frozen)
             _check_rules(source.module, rules, optimizer)
         mesh = Mesh(plan, device.type, timeout=patience)
         heap = _host_heap(plan, mesh) if device.type == "cpu" and not world().is_simulated else None

@@ -148,7 +148,9 @@ def _refused_call(function: Callable[..., Any], *args: Any) -> str | None:
     return None
 
 
-def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: Sequence[int] = ()) -> None:
+def check_model(
+    model: nn.Module, plan: Plan, *, split: str = "refused", ranks: Sequence[int] = (), frozen: bool = False
+) -> None:
     """Refuses what would fail, or be ignored, once training has begun.
 
     Args:
@@ -158,6 +160,7 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
             are split over the plan's tensor-parallel ranks. "outside": accept those that are split over ranks outside
             of the plan.
         ranks: the plan's own ranks, for "outside".
+        frozen: whether nothing of it will be trained.
 
     Raises:
         ValueError: there is a module that is laid out already, a parameter that cannot be trained or laid out, that has
@@ -168,6 +171,11 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     check_not_parallelized(model)
     _check_not_wrapped(model)
     for name, module in self_training(model).items():
+        if frozen:
+            raise ValueError(
+                f"module {name!r} is {kind_of(module)}, which trains itself, and parallelize_frozen takes a model of "
+                f"which nothing is trained: build it without update="
+            )
         module.check_under_plan(name)
     if split == "tp" and plan.tp > 1:
         check_split_by_hand(model, plan)
@@ -179,11 +187,11 @@ def check_model(model: nn.Module, plan: Plan, *, split: str = "refused", ranks: 
     check_own_memory(model)
     # Parameters that a module updates by its own rule do not require a gradient yet.
     by_rule = {model.get_parameter(name) for rule in own_rules(model) for name in rule.parameters}
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad or p in by_rule}
-    if not trained:
+    trained = {n: p for n, p in model.named_parameters() if not frozen and (p.requires_grad or p in by_rule)}
+    if not trained and not frozen:
         raise ValueError(
             "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_() on "
-            "those that should be"
+            "those that should be, or lay it out with tensorshard.parallelize_frozen"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

@@ -4,9 +4,9 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from tensorshard.comm.refusals import report_refusals_once
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, under_torchrun
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.frozen import FrozenModel
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.checks import as_device, check_arguments
@@ -130,6 +131,59 @@ def parallelize(
     if engine.mesh.world_size == 1 and plan.zero and not under_torchrun() and script.endswith(".py"):
         _say_alone(int(plan.zero), script)
     return engine
+
+
+def parallelize_frozen(
+    model: nn.Module | PretrainedModel | Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    sample_inputs: Any = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    watchdog: bool | float = True,
+) -> FrozenModel:
+    """Lays a model out that nothing trains, beside the Engines of the same processes: a teacher, a reference, a reward
+    model.
+
+    Args:
+        model, seed, device, sample_inputs, timeout, watchdog: as for :func:`parallelize`. All parameters are frozen.
+        plan: of this model alone: other axes than those of an Engine beside it are possible. What concerns training
+            (``recompute``, ``clip_grad_norm``) has no effect. With ``pp`` batches go through in ``micro_batches``.
+
+    Returns:
+        What is called as the model is, and returns whole outputs on every rank. ``log_probs(inputs, targets)`` holds no
+        logits.
+
+    Raises:
+        ValueError, TypeError: the plan or an argument cannot be honoured; the model is laid out already, or trains
+            itself.
+
+    Examples:
+        >>> reference = ts.parallelize_frozen(functools.partial(torch.nn.Linear, 16, 4), ts.Plan(zero=3))
+        >>> reference.log_probs(torch.randn(8, 16), torch.randint(0, 4, (8,))).shape
+        torch.Size([8])
+    """
+    if under_torchrun():
+        report_refusals_once()
+    _check_watchdog(watchdog)
+    engine = build_engine(
+        model,
+        plan,
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        loss_fn=_no_loss,
+        seed=seed,
+        device=device,
+        sample_inputs=sample_inputs,
+        timeout=timeout,
+        watchdog=watchdog,
+        frozen=True,
+    )
+    return FrozenModel(engine)
+
+
+def _no_loss(output: Any, targets: Any) -> NoReturn:
+    raise RuntimeError("a frozen model has no loss")
 
 
 def _check_watchdog(watchdog: Any) -> None:

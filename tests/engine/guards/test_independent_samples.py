@@ -37,11 +37,9 @@ def _debug_lines(engine: ts.Engine, batch: tuple[Any, Any], steps: int = 2) -> l
 def _contrastive(fields: dict[str, Any], gathered: bool) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
     example = _example()
     torch.manual_seed(3)
-    loss_fn = example.ContrastiveLoss()
+    loss_fn = example.contrastive_loss if gathered else lambda output, _: example.loss_of_pairs(output)
     engine = ts.parallelize(example.TwoTowers(16), ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn, debug=True)
     mesh = engine.mesh
-    if gathered and mesh.dp_size > 1:
-        loss_fn.group = mesh.dp_group
 
     def batch(step: int) -> tuple[Any, Any]:
         images, texts = (part.chunk(mesh.dp_size)[mesh.dp_rank] for part in example.pairs(step, 16))
@@ -53,7 +51,17 @@ def _contrastive(fields: dict[str, Any], gathered: bool) -> tuple[list[float], d
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=3), dict(zero=1, recompute="full")], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(dict(zero=0), marks=pytest.mark.slow),
+        dict(zero=3),
+        dict(zero=1, recompute="full"),
+        pytest.param(dict(pp=2, pp_schedule="gpipe"), marks=pytest.mark.slow),
+        pytest.param(dict(tp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_gathered_contrastive_loss_is_that_of_one_process(ranks, size, fields):
     [(expected, state, said)] = ranks(1, _contrastive, dict(zero=0), True)
     assert said == []
@@ -74,7 +82,7 @@ def test_a_gathered_contrastive_loss_is_that_of_one_process(ranks, size, fields)
 def test_one_that_is_not_gathered_is_noticed_once(ranks, size, fields, ways):
     results = ranks(size, _contrastive, fields, False)
     [line] = results[0][2]
-    assert ways in line and "couples samples" in line and "gather_for_sum" in line
+    assert ways in line and "couples samples" in line and "gather_samples" in line
     assert all(said == [] for _, _, said in results[1:])
     [(expected, _, _)] = ranks(1, _contrastive, dict(zero=0), True)
     assert abs(results[0][0][-1] - expected[-1]) > 1e-3

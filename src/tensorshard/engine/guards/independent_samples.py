@@ -22,8 +22,8 @@ _SEED = 0
 _REMEDIES = (
     "If it is a mean over a number found in the batch, let loss_fn return (sum, count) of what it divides by. If it "
     "balances the load of experts, or takes another function of the whole batch, wrap that in "
-    "engine.over_whole_batch(function). If it compares samples, as contrastive losses do, gather what it compares over "
-    "engine.mesh.dp_group with ts.distributed.gather_for_sum, and take micro_batches=1"
+    "engine.over_whole_batch(function). If it compares samples, as contrastive losses do, gather what it compares "
+    "with ts.gather_samples, and take micro_batches=1"
 )
 
 
