@@ -10,7 +10,7 @@ from torch import nn
 
 import parity
 import tensorshard as ts
-from tensorshard.context_parallel.split_sequences import first_sequence, sequence_dim
+from tensorshard.model.sequence_dims import first_sequence, sequence_dim
 
 # id: (model, ranks, fields of the plan)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {

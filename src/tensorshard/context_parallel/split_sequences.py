@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.context_parallel import ContextGroup, cut, whole
+from tensorshard.context_parallel import ContextGroup, cut, from_local, whole
+from tensorshard.context_parallel.cut_samples import CutSamples, layout_of
 from tensorshard.context_parallel.layout_changes import gathered, part_of
-from tensorshard.context_parallel.layouts import contiguous, expanded, zigzag
+from tensorshard.context_parallel.layouts import contiguous, expanded
 from tensorshard.context_parallel.sequence_layout import SequenceLayout
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.model.batches import call_arguments
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
+from tensorshard.model.sequence_dims import first_sequence, sequence_dim
 from tensorshard.model.tensors import TensorSpec
 from tensorshard.model.whole_sequences import Crossing, PositionOrder, WholeSequences
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
@@ -163,11 +165,20 @@ class SplitSequences(WholeSequences):
         return self._cut_along(value, dim % value.dim())
 
     def _cut_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return cut(tensor, dim, self._layout(tensor.shape[dim]))
+        layout = self._layout(tensor.shape[dim])
+        if isinstance(tensor, SequenceTensor):  # of a loader that cuts sequences
+            return from_local(part_of(tensor, dim, layout, "input", self.group), dim, layout)
+        return cut(tensor, dim, layout)
 
     def _layout(self, length: int) -> SequenceLayout:
-        is_zigzag = self.order.name == "zigzag" and length >= 4 * self.group.size
-        return (zigzag if is_zigzag else contiguous)(length, self.group.size)
+        return layout_of(length, self.group.size, self.order.name)
+
+    def cutter(self) -> CutSamples:
+        return CutSamples(self.group.rank, self.group.size, self.order.name)
+
+    def joined(self, part: torch.Tensor, place: tuple[int, int], cutter: CutSamples) -> torch.Tensor:
+        dim, length = place
+        return SequenceTensor(part, dim, layout_of(length, self.group.size, cutter.order), self.group)
 
 
 class _CrossingParts(Crossing):
@@ -211,41 +222,3 @@ class _CrossingParts(Crossing):
         if dim < 0 or shape[dim] < 2 * self._group.size:
             return None
         return dim, contiguous(shape[dim], self._group.size)
-
-
-def first_sequence(named: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
-    """The first input with samples and positions, and the dimension of its sequence.
-
-    Token ids and embeddings have it in their second dimension. An image has it in its third one, its rows.
-    """
-    for value in named.values():
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
-                dim = 1 if leaf.dim() < 4 else 2
-                if leaf.shape[dim] > 1:
-                    return leaf, dim
-    return None
-
-
-def sequence_dim(leaf: Any, first: torch.Tensor, dim: int, *, shortest: int) -> int | None:
-    """Which dimension of an input is a sequence, if any.
-
-    It is the first dimension after the samples that is as long as the sequence of `first`. What looks as `first` does,
-    or holds token ids, may be another sequence, such as a decoder's.
-
-    Args:
-        first: the first input that has a sequence, in its dimension `dim`.
-        shortest: another sequence has this length at least.
-    """
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
-        return None
-    for candidate in range(1, leaf.dim()):
-        if leaf.shape[candidate] == first.shape[dim]:
-            return candidate
-    if (leaf.dim(), leaf.dtype) == (first.dim(), first.dtype):
-        other = dim
-    elif leaf.dim() == 2 and leaf.dtype in (torch.int64, torch.int32):
-        other = 1
-    else:
-        return None
-    return other if leaf.shape[other] >= shortest else None

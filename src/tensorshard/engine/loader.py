@@ -15,7 +15,8 @@ from tensorshard.data import ShardedBatchSampler
 from tensorshard.data.sampler import TorchOrder
 from tensorshard.engine.stream import DealtStream, is_stateful, share
 from tensorshard.model.batches import to_device
-from tensorshard.torch_private.pytree import tree_leaves, tree_map
+from tensorshard.model.whole_sequences import WholeSequences
+from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Options that decide the order of the data. The Engine sets them, since it divides the data over the ranks.
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
@@ -35,6 +36,7 @@ class EngineLoader:
 
     Args:
         options: as for ``DataLoader``.
+        sequences: cuts each sample's sequences over the ranks of context parallelism; None to leave them whole.
 
     See :meth:`tensorshard.Engine.loader` for the others.
     """
@@ -52,6 +54,7 @@ class EngineLoader:
         seed: int,
         options: dict[str, Any],
         generator: torch.Generator | None = None,
+        sequences: WholeSequences | None = None,
     ) -> None:
         _check(dataset, batch_size, options)
         if generator is not None:
@@ -66,6 +69,10 @@ class EngineLoader:
         self._place: Any = None  # of a stream, after the batch that was handed out last
         self._continues = False  # whether the next pass is the rest of an epoch
         self._device = device
+        self._sequences = sequences
+        self._cutter = None if sequences is None else sequences.cutter()
+        if self._cutter is not None:
+            options = {**options, "collate_fn": self._cutter}
         self._options = {"pin_memory": device.type == "cuda", **options}
         self._order: dict[str, Any] = {
             "dp_rank": dp_rank,
@@ -105,18 +112,31 @@ class EngineLoader:
         generator = torch.Generator().manual_seed(self._order["seed"] + self.epoch)
         try:
             for loaded, size, place in (self._stream_pass if self._is_stream else self._pass)(generator):
-                batch = loaded if size >= self._order["dp_size"] else self._share_of_one_or_none(loaded, size)
+                batch, cuts = loaded if self._cutter is not None else (loaded, [])
+                if size < self._order["dp_size"]:
+                    batch = self._share_of_one_or_none(batch, size)
                 # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
                 self.samples_consumed += size
                 self._place = place
                 self.short = size if size < self.batch_size else None
                 batch = to_device(batch, self._device)
+                if cuts:
+                    batch = self._looking_whole(batch, cuts)
                 for tensor in _with_samples(batch):
                     self._sizes[tensor] = size
                 yield batch
         finally:
             self.short = None
         self._next_epoch()
+
+    def _looking_whole(self, batch: Any, cuts: list[Any]) -> Any:
+        assert self._sequences is not None
+        leaves, structure = tree_flatten(batch)
+        joined = [
+            leaf if place is None else self._sequences.joined(leaf, place, self._cutter)
+            for leaf, place in zip(leaves, cuts, strict=True)
+        ]
+        return tree_unflatten(joined, structure)
 
     def _pass(self, generator: torch.Generator) -> Iterator[tuple[Any, int, Any]]:
         """The batches to come of this epoch, their samples over all data ranks, and None."""

@@ -283,6 +283,7 @@ class LoopMethods:
         seed: int | None = None,
         generator: torch.Generator | None = None,
         name: str | None = None,
+        cut_sequences: bool = False,
         **options: Any,
     ) -> EngineLoader:
         """A DataLoader for this rank, whose order does not depend on the plan; checkpoints hold where it stands.
@@ -308,10 +309,16 @@ class LoopMethods:
                 run is resumed. Its state is copied.
             name: the loader's name in checkpoints; by default "loader0", "loader1" and so on, in the order they are
                 made.
+            cut_sequences: whether each rank of context parallelism is given its own positions of every sample alone,
+                for sequences that a host should not hold ``cp`` times over, or at all. The batch looks whole, and
+                trains with the same losses. Samples are cut before they are put together, so of a dataset that returns
+                views of a memory-mapped file, only this rank's positions are read. The sequences of a batch have one
+                length. With ``cp=1`` they are whole.
             options: as for ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and so on.
 
         Raises:
-            ValueError: the number of data ranks does not divide `batch_size`; `name` is taken; a pipeline with batch
+            ValueError: the number of data ranks does not divide `batch_size`; `name` is taken; `cut_sequences` is given
+                with a pipeline, with ``cp_dims`` or with a ``collate_fn``; a pipeline with batch
                 normalization could not cut the last batch into ``plan.micro_batches``.
             TypeError: `dataset` has no length and is no stream; an option would change the order of the data.
         """
@@ -320,6 +327,8 @@ class LoopMethods:
             raise ValueError(
                 f"there is a loader called {name!r} already, whose place checkpoints hold; give another name"
             )
+        if cut_sequences:
+            _check_cut(self.plan, options)
         made = EngineLoader(
             dataset,
             batch_size,
@@ -331,6 +340,7 @@ class LoopMethods:
             seed=self._seed if seed is None else seed,
             options=options,
             generator=generator,
+            sequences=self.sharded.sequences if cut_sequences else None,
         )
         if not drop_last:
             # The last batch of a stream may have a single sample.
@@ -359,3 +369,19 @@ class LoopMethods:
             "an Engine is not a list of parameters: engine.optimizer trains its model; give another optimizer to "
             "parallelize(optimizer=functools.partial(...))"
         )
+
+
+def _check_cut(plan: Plan, options: Mapping[str, Any]) -> None:
+    """Refuses what does not go with samples that are cut before they are put together."""
+    given = {
+        f"pp={plan.pp}": plan.pp > 1 and "a pipeline cuts whole sequences itself, on its first and last stage",
+        f"cp_dims={plan.cp_dims!r}": plan.cp_dims is not None
+        and "these are names of the model's arguments, and sequences of samples are found by their lengths",
+        "collate_fn": options.get("collate_fn") is not None
+        and "it would be given parts of samples, of which it can make neither targets nor padding",
+    }
+    for name, reason in given.items():
+        if reason:
+            raise ValueError(
+                f"engine.loader(cut_sequences=True) was given with {name}, but {reason}; leave out one of the two"
+            )

@@ -96,7 +96,7 @@ def gather_samples(tensor: torch.Tensor, mesh: Mesh | None = None) -> torch.Tens
             raise ValueError(
                 f"gather_samples was called under micro_batches={call.plan.micro_batches}: the loss would compare the "
                 f"samples of one micro-batch alone, and depend on the number of ranks. Set micro_batches=1 "
-                f"(recompute='full' spares memory; with pp take pp_schedule='gpipe'); or, if that is what you want, call "
+                f"(recompute='full' spares memory; with pp take pp_schedule='gpipe'); or, if you want that, call "
                 f"tensorshard.distributed.gather_for_sum(tensor, dim=0, group=engine.mesh.dp_group)"
             )
         if not call.counts:

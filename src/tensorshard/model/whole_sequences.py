@@ -28,6 +28,11 @@ class Crossing:
         return part
 
 
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor looks whole, and holds this rank's positions."""
+    return hasattr(type(tensor), "handlers") and hasattr(tensor, "split_dim")
+
+
 class PositionOrder:
     """In which order the ranks of context parallelism hold positions; the stages that a rank has share it.
 
@@ -102,6 +107,15 @@ class WholeSequences:
     def whole(self, tree: Any) -> Any:
         """`tree` with whole tensors. A collective of the ranks, if any of them is split."""
         return tree
+
+    def cutter(self) -> Any:
+        """What puts samples together without the positions of other ranks, and returns where tensors were cut; None
+        where sequences are whole."""
+        return None
+
+    def joined(self, part: torch.Tensor, place: tuple[int, int], cutter: Any) -> torch.Tensor:
+        """The tensor of which `cutter` gave this rank a part: `place` is its dimension, and how long that was."""
+        return part
 
     def crossing(self, inputs: Any) -> Crossing:
         """How tensors of a micro-batch go from stage to stage of a pipeline.

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,31 +98,51 @@ def _check(model: nn.Module, plan: Plan, inputs: Any) -> SequenceCheck:
         return SequenceCheck(unchecked=first_line(error))
     if sum(leaf.numel() for leaf in tensor_leaves(run.inputs)) > _MOST_INPUTS:
         return SequenceCheck(unchecked="give parallelize(sample_inputs=...) inputs of fewer samples or positions")
-    fewer = without_repetition(model, run.kinds)
-    if sum(parameter.numel() for parameter in fewer.parameters()) > _MOST_PARAMETERS:
-        return SequenceCheck(unchecked="the model's blocks are too large to be run on the first rank's host")
-    error: Exception | None = None
-    for dtype in (torch.float32, torch.float64):  # through many layers, rounding may grow as large as a mistake
+    why = ""
+    for candidate in (without_repetition(model, run.kinds), model):  # some models need all of their blocks
+        if sum(parameter.numel() for parameter in candidate.parameters()) > _MOST_PARAMETERS:
+            return SequenceCheck(unchecked=why or "its blocks are too large to be run on the first rank's host")
         try:
-            made = BlockCheck(fewer, as_call(run.inputs), plan.cp, dtype=dtype)
-        except Exception as caught:  # some models need all of their blocks, or compute in one type alone
+            made = BlockCheck(candidate, as_call(run.inputs), plan.cp)
+        except Exception as caught:
             if not raised_by_model(caught):
                 raise
-            if error is None:
-                return SequenceCheck(unchecked=f"the model does not run with a few of its blocks: {first_line(caught)}")
-            break
-        if made.draws or not made.expected.is_a_number:
-            return SequenceCheck(unchecked="the model makes random numbers, or what is no number, in evaluation")
-        try:
-            return SequenceCheck(_compared(made, plan))
-        except Exception as caught:
-            error = caught
-    assert error is not None
+            why = f"the model does not run on random weights: {first_line(caught)}"
+            continue
+        if not made.expected.is_a_number:
+            return SequenceCheck(unchecked="the model computes what is no number on random weights")
+        return _compared_or_refused(made, candidate, run.inputs, plan)
+    return SequenceCheck(unchecked=why)
+
+
+def _compared_or_refused(made: BlockCheck, model: nn.Module, inputs: Any, plan: Plan) -> SequenceCheck:
+    """What the comparison finds.
+
+    Raises:
+        ValueError: the model computes something else on parts of sequences.
+    """
+    error: Exception
+    try:
+        return SequenceCheck(_compared(made, plan))
+    except Exception as caught:
+        error = caught
+    if made.draws or _draws(made):  # ranks that are threads draw from one generator, one after the other
+        return SequenceCheck(unchecked="the model draws random numbers in evaluation")
+    with suppress(Exception):  # through many layers rounding may grow as large as a mistake; some models take no fp64
+        return SequenceCheck(_compared(BlockCheck(model, as_call(inputs), plan.cp, dtype=torch.float64), plan))
     what = "computes something else" if isinstance(error, MismatchError) else f"raises {type(error).__name__}"
     raise ValueError(
         f"cp={plan.cp} was given, but on {plan.cp} simulated ranks, each with its part of the sequences, the model "
         f"{what}: {first_line(error)}. Say which dimensions are sequences in cp_dims, or set cp=1"
     ) from error
+
+
+def _draws(made: BlockCheck) -> bool:
+    before = torch.get_rng_state()
+    args, kwargs = made.make_inputs()
+    with torch.no_grad():
+        made.make_copy()(*args, **kwargs)
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def _compared(made: BlockCheck, plan: Plan) -> Mapping[tuple[str, str], int]:
