@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parity
+import seeds
 import tensorshard as ts
 from injected_faults import planted
 from tensorshard.comm.sharding import to_local
@@ -95,12 +96,16 @@ def _experts_counted_twice(engine: Any) -> None:
 
 
 def _experts_without_tokens_stay(engine: Any) -> None:
+    def experts() -> dict[torch.Tensor, torch.Tensor]:
+        return {p: p.detach().clone() for n, p in engine.model.named_parameters() if ".experts." in n}
+
     def step(inputs: Any, targets: Any) -> Any:
-        held = {p: p.detach().clone() for n, p in engine.model.named_parameters() if ".experts." in n}
+        before = experts()
         loss = original(inputs, targets)
+        after = experts()
         with torch.no_grad():
-            for parameter, value in held.items():
-                parameter.copy_(value if engine.mesh.dp_rank == 1 else parameter.clone())
+            for parameter in before:
+                parameter.copy_((before if engine.mesh.dp_rank == 1 else after)[parameter])
         return loss
 
     original, engine.step = engine.step, step
@@ -115,12 +120,12 @@ def _routed_otherwise_again(engine: Any) -> None:
             module.register_forward_hook(turn)
 
 
-# name: what plants it, and the kinds of culprit that name it
-FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "a router's gradient is lost": (_router_lost, "gradient"),
-    "balance losses are of each rank's tokens": (_local_balance, "labels"),
-    "the norm counts experts twice": (_experts_counted_twice, "norm"),
-    "experts without tokens are not updated": (_experts_without_tokens_stay, "stale weights"),
+# name: what plants it, and the kinds of culprit that may name it
+FAULTS: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
+    "a router's gradient is lost": (_router_lost, ("gradient",)),
+    "balance losses are of each rank's tokens": (_local_balance, ("labels", "counts")),
+    "the norm counts experts twice": (_experts_counted_twice, ("norm",)),
+    "experts without tokens are not updated": (_experts_without_tokens_stay, ("stale weights",)),
 }
 
 
@@ -129,11 +134,12 @@ def _verify(plant: Callable[[Any], None], fields: dict[str, Any]) -> ts.Verifica
         _whole_balance(engine)
         plant(engine)
 
-    inputs, targets = torch.randn(8, 6, 8), torch.randn(8, 6, 3)
+    random = seeds.generator(6)
+    inputs, targets = torch.randn(8, 6, 8, generator=random), torch.randn(8, 6, 3, generator=random)
     with planted(plant_both):
         return ts.verify(
             Model,
-            ts.Plan(ep=2, clip_grad_norm=0.1, recompute="full", **fields),
+            ts.Plan(ep=2, recompute="full", **fields),
             inputs=inputs,
             targets=targets,
             optimizer=parity.ADAMW,
@@ -144,7 +150,9 @@ def _verify(plant: Callable[[Any], None], fields: dict[str, Any]) -> ts.Verifica
 
 @pytest.mark.slow_cases("zero3-micro2")
 @pytest.mark.parametrize(
-    "fields", [dict(zero=1, micro_batches=2), dict(zero=3, micro_batches=2)], ids=["zero1-micro2", "zero3-micro2"]
+    "fields",
+    [dict(zero=1, micro_batches=2, clip_grad_norm=0.1), dict(zero=3, micro_batches=2)],
+    ids=["zero1-micro2", "zero3-micro2"],
 )
 def test_right_layouts(fields):
     found = _verify(lambda engine: None, fields)
@@ -154,10 +162,10 @@ def test_right_layouts(fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults(fault):
-    plant, kind = FAULTS[fault]
-    found = _verify(plant, dict(zero=0))
+    plant, kinds = FAULTS[fault]
+    found = _verify(plant, dict(zero=0, **({"clip_grad_norm": 0.1} if kinds == ("norm",) else {})))
     assert not found
-    assert found.culprit is not None and found.culprit.kind == kind, found.describe()
+    assert found.culprit is not None and found.culprit.kind in kinds, found.describe()
 
 
 @pytest.mark.slow

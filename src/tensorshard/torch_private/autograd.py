@@ -156,6 +156,7 @@ _ARITHMETIC = ("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Select", "Squeeze"
 _NLL_MEAN = 1
 _MOST_NODES = 64
 _REDUCTIONS = ("Sum", "Mean", "Std", "Var", "Amax", "Amin", "Logsumexp", "Norm", "LinalgVectorNorm")
+_SELECTIONS = ("Index", "MaskedSelect", "Gather", "Take")  # of samples or tokens, any number of them
 _NONLINEAR = ("Pow", "Sqrt", "Rsqrt", "Reciprocal", "Exp", "Log", "Sigmoid", "Tanh", "Softplus", "Std", "Var", "Amax",
               "Amin", "Max", "Min", "Norm", "LinalgVectorNorm", "Clamp", "Relu", "Abs")  # fmt: skip
 
@@ -229,6 +230,8 @@ def statistics_in(loss: torch.Tensor, samples: int) -> tuple[bool, list[torch.Te
         found |= shape == (samples, samples) and samples > 1
         if _is_of_samples(shape, samples):
             todo.extend(before if kind.startswith((*_ARITHMETIC, "Sum", "Mean", "Unsqueeze")) else ())
+            continue
+        if kind.startswith(_SELECTIONS):
             continue
         if math.prod(shape) > 1:
             found |= any(_is_of_samples(_result_shape(each), samples) for each in before)

@@ -94,6 +94,8 @@ class UnevenMeans:
                 "computes its own loss (docs/coupled-losses.md)",
                 shown,
             )
+        if differing is not None:
+            return False
         factors = [each for *_, of_parts in found for each in of_parts]
         if any(not _same_factors(each, factors[0]) for each in factors):
             if self._mesh.rank == 0:
