@@ -76,6 +76,7 @@ class Buckets:
         unit_of: the index of each parameter's bucket. Two follow each other for each unit: that of the parameters that
             all ranks hold, and that of its experts.
         in_units: the indices of the buckets of `units`.
+        outside: the parameters in no unit.
         of_units: the buckets by these indices, in their order.
         trained: the same buckets.
         frozen: the parameters that are not trained.
@@ -100,8 +101,7 @@ class Buckets:
 
     def _assign(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
         """The index of each parameter's bucket, that of its unit or of an earlier one with which that is joined, where
-        they are small. Two more units are for parameters in no unit: those before the first
-        unit, and the others."""
+        they are small. Two more units are for parameters in no unit: those before the first unit, and the others."""
         by_compute = {p.compute: p for p in self._parameters}
         unit_of: dict[ReplicatedParameter, int] = {}
         for index, unit in enumerate(units):
@@ -109,14 +109,13 @@ class Buckets:
                 for compute in module.parameters():
                     if compute in by_compute:
                         unit_of.setdefault(by_compute[compute], index)
-        first_of = _joined(unit_of, len(units))
-        assigned: dict[ReplicatedParameter, int] = {}
         seen_unit = False
         for p in self._parameters:
             seen_unit = seen_unit or p in unit_of
-            place = first_of[unit_of[p]] if p in unit_of else len(units) if seen_unit else -1
-            assigned[p] = 2 * place + p.is_expert
-        return assigned
+            unit_of.setdefault(p, len(units) if seen_unit else -1)
+        self.outside = {p for p, unit in unit_of.items() if not 0 <= unit < len(units)}
+        first_of = _joined(unit_of)
+        return {p: 2 * first_of[unit_of[p]] + p.is_expert for p in self._parameters}
 
     def arrange(self) -> None:
         """Fills the buckets with the parameters that are trained now, if these have changed."""
@@ -149,16 +148,16 @@ class Buckets:
         return [*rest, *(bucket for index, bucket in self.of_units.items() if index in self.in_units)]
 
 
-def _joined(unit_of: Mapping[ReplicatedParameter, int], units: int) -> list[int]:
+def _joined(unit_of: Mapping[ReplicatedParameter, int]) -> dict[int, int]:
     """For each unit, the first of those that travel with it: see :data:`LEAST_BYTES`."""
-    nbytes = [0] * units
+    nbytes = dict.fromkeys(sorted(set(unit_of.values())), 0)
     for p, unit in unit_of.items():
         nbytes[unit] += p.storage.nbytes
-    first_of: list[int] = []
-    held = LEAST_BYTES
-    for unit in range(units):
+    first_of: dict[int, int] = {}
+    first, held = 0, LEAST_BYTES
+    for unit in nbytes:
         if held >= LEAST_BYTES:
             first, held = unit, 0
-        first_of.append(first)
+        first_of[unit] = first
         held += nbytes[unit]
     return first_of

@@ -24,7 +24,12 @@ from tensorshard.comm.coalescing import all_gather_several
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.data_parallel.buckets import Bucket, Gather
 from tensorshard.data_parallel.gradient_groups import Groups
-from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.data_parallel.replicated_parameter import (
+    ReplicatedParameter,
+    note_published,
+    with_written_masters,
+    written,
+)
 from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.plan.storage import UpdateProgress
@@ -62,8 +67,8 @@ class PublishedWeights:
         self._masters_themselves = [p for p in self._parameters if p.master is p.compute]
         self._fills = os.environ.get(DEBUG_VARIABLE) == "1"
         self._are_real = not any(isinstance(p.storage, FakeTensor) for p in self._parameters)
+        note_published(self._parameters)
         for p in self._parameters:
-            p.note_published()
             p.count_owners()
 
     # -- after an update --
@@ -80,8 +85,7 @@ class PublishedWeights:
         if copies:
             foreach_copy_([p.mine_as_shard for p in copies], [shard_of(p.master) for p in copies])
         if all(p.num_shards == 1 or not p.chunk for p in bucket.parameters):
-            for p in bucket.parameters:
-                p.note_published()
+            note_published(bucket.parameters)
             return
         # Of memory that other tensors show, too (as of p.data, kept by the user), no watch would see the use.
         shown = self._are_real and any(storage_owners(p.storage) > p.owners for p in bucket.parameters)
@@ -89,8 +93,7 @@ class PublishedWeights:
         if not self._are_real:
             return
         increment_version([p.compute for p in bucket.parameters])  # a backward through older values must not pass
-        for p in bucket.parameters:
-            p.note_published()
+        note_published(bucket.parameters)
         if shown:
             self.wait(bucket)
         else:
@@ -141,8 +144,7 @@ class PublishedWeights:
             if gather.parts is not None:
                 _unpack(gather.packed, gather.parts)
         bucket.gathering.clear()
-        for p in bucket.parameters:
-            p.note_published()
+        note_published(bucket.parameters)
 
     # -- updates in the background --
 
@@ -190,34 +192,33 @@ class PublishedWeights:
         if not self._are_real or self._groups.all is None:
             return False
         with without_torch_functions_of_tensors():
-            awaited = (p for p in self._with_masters if not p.update_pending and not p.is_awaited)
-            return any(p.is_written(in_backward=True) for p in (*awaited, *self._masters_themselves))
+            arrived = [p for p in self._with_masters if not p.update_pending and not p.is_awaited]
+            return bool(written([*arrived, *self._masters_themselves], in_backward=True))
 
     def _adopt_all(self) -> bool:
         outdated = False  # what forwards compute with
-        for p in self._with_masters:
-            if p.update_pending:
-                continue
-            if p.is_master_written() or (not p.is_awaited and p.is_written()):
+        updated = [p for p in self._with_masters if not p.update_pending]
+        changed = {*with_written_masters(updated), *written([p for p in updated if not p.is_awaited])}
+        for p in updated:
+            if p in changed:
                 outdated = self._adopt(p) or outdated
-        for p in self._masters_themselves:
-            if p.is_written():
-                self.written[p] = None
-                p.note_published()
+        changed_masters = written(self._masters_themselves)
+        self.written.update(dict.fromkeys(changed_masters))
+        note_published(changed_masters)
         if self._groups.all is None:
             self.written.clear()  # nobody to compare them with
         return outdated
 
     @torch.no_grad()
     def _adopt(self, p: ReplicatedParameter) -> bool:
-        master_written = p.is_master_written()
-        if not p.is_awaited and p.is_written():
+        master_written = bool(with_written_masters([p]))
+        if not p.is_awaited and written([p]):
             self.written[p] = None
             if self.update is not None:
                 self.update.finish()  # it may still move the master that gets these values
             p.take_over(keep_master=master_written)
         if not master_written:
-            p.note_published()
+            note_published([p])
         return master_written
 
     def compare_written(self) -> None:
@@ -227,7 +228,7 @@ class PublishedWeights:
             RuntimeError: the ranks wrote different values. It names the first parameter.
         """
         self.adopt()
-        written = set(self.written)
+        mine = set(self.written)
         self.written.clear()
         for is_expert in (False, True):
             parameters = [p for p in self._parameters if p.is_expert is is_expert]
@@ -235,7 +236,7 @@ class PublishedWeights:
                 continue
             group = parameters[0].groups.all
             assert group is not None
-            flags = gather_flags([p in written for p in parameters], group, parameters[0].storage.device)
+            flags = gather_flags([p in mine for p in parameters], group, parameters[0].storage.device)
             members = [p for p, flag in zip(parameters, flags, strict=True) if flag]
             if members:
                 compare_fingerprints([p.name for p in members], [fingerprint(p.compute) for p in members], group)

@@ -222,7 +222,7 @@ class ReplicatedModel(ShardedModel):
                 self._hook(
                     module, {self._buckets.unit_of[by_compute[c]] for c in module.parameters() if c in by_compute}
                 )
-        self._hook(self.model, set(self._buckets.unit_of.values()) - set(self._buckets.in_units))
+        self._hook(self.model, {self._buckets.unit_of[p] for p in self._buckets.outside})
         self.model.register_state_dict_pre_hook(lambda *_: self.finish_gather())
 
     def _hook(self, module: nn.Module, units: set[int]) -> None:

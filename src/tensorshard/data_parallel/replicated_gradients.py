@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,14 @@ from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.reduction import Reduction
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
-from tensorshard.model.watched_parameters import Watch, held_gradient, hold_gradient, unwatch, watch
+from tensorshard.model.watched_parameters import (
+    Watch,
+    held_gradient,
+    hold_gradient,
+    take_held_gradients,
+    unwatch,
+    watch,
+)
 from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.storage import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward, current_backward
@@ -168,14 +175,16 @@ class ReplicatedGradients:
         if not self._groups.communicate:
             self._take_local(parameter)
             return
-        if bucket in self._buckets.backward_order[: self._buckets.launched]:
+        order = self._buckets.backward_order
+        if self._buckets.launched and bucket in order[: self._buckets.launched]:
             if bucket not in self._late:
                 self._late.append(bucket)
             return
         bucket.ready.add(parameter)
-        deferred = self._at_the_end or self._backwards_seen is not None
-        while not deferred and self._buckets.launched < len(self._buckets.backward_order):
-            bucket = self._buckets.backward_order[self._buckets.launched]
+        if len(bucket.ready) < len(bucket.parameters) or self._at_the_end or self._backwards_seen is not None:
+            return
+        while self._buckets.launched < len(order):
+            bucket = order[self._buckets.launched]
             if len(bucket.ready) < len(bucket.parameters):
                 break
             self._reduce(bucket)
@@ -196,21 +205,22 @@ class ReplicatedGradients:
     def _take_local(self, parameter: ReplicatedParameter) -> None:
         """Takes a gradient on one rank, where it needs no reduction."""
         if parameter.master is not parameter.compute:
-            gradient = self._take(parameter)
+            (gradient,) = self._take([parameter])
             assert gradient is not None
             parameter.set_gradient(gradient.reshape(-1))
         elif self.take is not None:
             self.take(parameter.master)
 
-    def _take(self, parameter: ReplicatedParameter) -> torch.Tensor | None:
-        """Takes the parameter's gradient of all micro-batches since the last reduction."""
-        gradient = held_gradient(parameter.compute) if parameter.given is None else parameter.given
-        parameter.given = None
-        hold_gradient(parameter.compute, None)
-        earlier = self._accumulated.pop(parameter, None)
-        if earlier is None:
-            return gradient
-        return earlier if gradient is None else earlier.add_(gradient)
+    def _take(self, parameters: Sequence[ReplicatedParameter]) -> list[torch.Tensor | None]:
+        """Takes each parameter's gradient of all micro-batches since the last reduction."""
+        gradients = take_held_gradients([p.compute for p in parameters])
+        for index, p in enumerate(parameters):
+            if p.given is not None:
+                gradients[index], p.given = p.given, None
+            if p in self._accumulated:
+                earlier, latest = self._accumulated.pop(p), gradients[index]
+                gradients[index] = earlier if latest is None else earlier.add_(latest)
+        return gradients
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
@@ -248,7 +258,7 @@ class ReplicatedGradients:
             self._collect(self._in_flight.popleft())
         for reduction in self._in_flight:
             reduction.advance()
-        gradients = {p: self._take(p) for p in bucket.parameters}
+        gradients = dict(zip(bucket.parameters, self._take(bucket.parameters), strict=True))
         scale = 1.0 if self._in_step else 1.0 / self._groups.ranks
         bucket.ready.clear()
         if self._wrote is None:  # the forward may have written some, too

@@ -1,6 +1,7 @@
 """A parameter that every rank holds in full, and of which each rank may update a shard."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
 from tensorshard.plan.storage import Place, Storage, TakeGradient
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.torch_private.tensors import storage_owners, tensor_version
+from tensorshard.torch_private.tensors import storage_owners, tensor_version, tensor_versions
 
 
 class ReplicatedParameter:
@@ -41,6 +43,7 @@ class ReplicatedParameter:
         averaged: the gradient that a reduction left in `compute`; None if there is none.
         given: a gradient that user code has set, of a type that `compute` cannot hold; None if there is none.
         published: the versions of `compute` and `shard` when both had the same values last.
+        address: of the memory of `compute`, unless user code has given it other memory.
         owners: how many tensors show the memory of `compute`, without those of user code.
     """
 
@@ -85,7 +88,7 @@ class ReplicatedParameter:
         self._whole: tuple[torch.Tensor, int, int] | None = None  # the full gradient, with versions of it and the shard
         self._group = None if shard_mesh is None else shard_mesh.get_group()
         self.published = (0, 0)
-        self._address = _address(self.storage)
+        self.address = _address(self.storage)
         self.owners = 0
         first = min(index * self.chunk_rows, rows)
         mine = slice(first, min(first + self.chunk_rows, rows))
@@ -134,32 +137,6 @@ class ReplicatedParameter:
             self.rows[: self.index].fill_(torch.nan)
             self.rows[self.index + 1 :].fill_(torch.nan)
 
-    def note_published(self) -> None:
-        """Notes that `compute` and the master have the same values now."""
-        # Operations on a DTensor count as changes of it alone, and those on its shard as changes of the shard.
-        self.published = (tensor_version(self.compute), tensor_version(self.master) + tensor_version(self.shard))
-        forget_taken(self.compute)
-
-    def is_master_written(self) -> bool:
-        """Whether the master, where it is not `compute`, was written since :meth:`note_published`."""
-        return tensor_version(self.master) + tensor_version(self.shard) != self.published[1]
-
-    def is_written(self, *, in_backward: bool = False) -> bool:
-        """Whether `compute` was written, or given other memory, since :meth:`note_published`.
-
-        Args:
-            in_backward: whether autograd may hold its memory, so that other holders say nothing about the user's code.
-        """
-        compute = self.compute
-        return (
-            tensor_version(compute) != self.published[0]
-            or are_data_taken(compute)
-            or _address(compute) != self._address
-            or (
-                self.is_copy and not in_backward and storage_owners(self.storage) > self.owners
-            )  # somebody kept compute.data
-        )
-
     def take_over(self, *, keep_master: bool) -> None:
         """Gives the master weight what user code wrote to `compute`. Elements that it left are as exact as before.
 
@@ -169,7 +146,7 @@ class ReplicatedParameter:
         Raises:
             RuntimeError: `compute` was given memory of another type, shape or device.
         """
-        if _address(self.compute) != self._address:
+        if _address(self.compute) != self.address:
             self._move()
             self.count_owners()
         if not self.is_copy or keep_master:
@@ -209,7 +186,7 @@ class ReplicatedParameter:
         self.compute.data = full
         if self.shard is not self.compute and not self.is_copy:
             self.shard.data = self.mine_as_shard
-        self._address = _address(self.storage)
+        self.address = _address(self.storage)
 
     # -- gradients --
 
@@ -278,12 +255,13 @@ class ReplicatedParameter:
     def set_gradient(self, flat: torch.Tensor) -> None:
         """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
         numel = self.shard.numel()
-        shard = (flat if flat.numel() == numel else flat[:numel]).view(self.shard.shape)
+        shard = (flat if flat.numel() == numel else flat[:numel]).view(self._shard_shape)
         if not self.place.holds_gradients:
             assert self.take_gradient is not None
             self.take_gradient(self.master, shard)
             return
-        shard = shard.to(self.master.dtype)
+        if shard.dtype != self.master.dtype:
+            shard = shard.to(self.master.dtype)
         if self.master.grad is not None:
             self.take_back_gradient()
             if self.finish_gradients is not None:
@@ -306,6 +284,49 @@ def _types(parameter: nn.Parameter, precision: str) -> tuple[torch.dtype, torch.
     if not parameter.requires_grad and torch.promote_types(wide, narrow) == narrow:
         wide = narrow  # what computes has all its digits, so that one copy is enough
     return wide, narrow
+
+
+def note_published(parameters: Sequence[ReplicatedParameter]) -> None:
+    """Notes that `compute` and the master of each have the same values now."""
+    with without_torch_functions_of_tensors():
+        computes = [p.compute for p in parameters]
+        # Operations on a DTensor count as changes of it alone, and those on its shard as changes of the shard.
+        versions = zip(tensor_versions(computes), _master_versions(parameters), strict=True)
+        for p, published in zip(parameters, versions, strict=True):
+            p.published = published
+        forget_taken(computes)
+
+
+def with_written_masters(parameters: Sequence[ReplicatedParameter]) -> list[ReplicatedParameter]:
+    """Those whose master, where it is not `compute`, was written since :func:`note_published`."""
+    versions = _master_versions(parameters)
+    return [p for p, version in zip(parameters, versions, strict=True) if version != p.published[1]]
+
+
+def written(parameters: Sequence[ReplicatedParameter], *, in_backward: bool = False) -> list[ReplicatedParameter]:
+    """Those whose `compute` was written, or given other memory, since :func:`note_published`.
+
+    A step asks for all of a model several times, so nothing is called for one alone.
+
+    Args:
+        parameters: none of fakes.
+        in_backward: whether autograd may hold their memory, so that other holders say nothing about the user's code.
+    """
+    computes = [p.compute for p in parameters]
+    versions, taken = tensor_versions(computes), are_data_taken(computes)
+    return [
+        p
+        for p, compute, version, is_taken in zip(parameters, computes, versions, taken, strict=True)
+        if version != p.published[0]
+        or is_taken
+        or compute.data_ptr() != p.address
+        or (p.is_copy and not in_backward and storage_owners(p.storage) > p.owners)  # somebody kept compute.data
+    ]
+
+
+def _master_versions(parameters: Sequence[ReplicatedParameter]) -> list[int]:
+    masters, shards = [p.master for p in parameters], [p.shard for p in parameters]
+    return list(map(operator.add, tensor_versions(masters), tensor_versions(shards)))
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -159,9 +159,10 @@ class UnitValues:
     def gathered(self, group: Any) -> None:
         """Called when a group has been gathered."""
         if not world().is_simulated:
-            for copy in gathered_parameters(group):
+            copies = gathered_parameters(group)
+            for copy in copies:
                 note_data(copy)  # type: ignore[arg-type]
-                forget_taken(copy)  # type: ignore[arg-type]
+            forget_taken(copies)  # type: ignore[arg-type]
         self._noted[group] = self._state(group)
 
     def _state(self, group: Any) -> list[tuple[int, int, bool]]:
@@ -188,7 +189,7 @@ class UnitValues:
             sharded: DTensor = sharded_parameter(member)
             if copy.requires_grad != noted[2]:
                 sharded.requires_grad_(copy.requires_grad)
-            if tensor_version(copy) == noted[0] and not are_data_taken(copy):  # type: ignore[arg-type]
+            if tensor_version(copy) == noted[0] and not any(are_data_taken([copy])):  # type: ignore[list-item]
                 continue
             if self.written is not None:
                 self.written.note(sharded, copy)

@@ -5,7 +5,7 @@ subclass with ``__torch_function__``, which torch calls for every function and a
 An unwatched parameter costs nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -103,14 +103,15 @@ def note_data(parameter: nn.Parameter) -> None:
         parameter.__class__ = NotedParameter
 
 
-def are_data_taken(parameter: nn.Parameter) -> bool:
-    """Whether code has taken ``parameter.data`` since :func:`forget_taken`."""
-    return _TAKEN in parameter.__dict__
+def are_data_taken(parameters: Iterable[nn.Parameter]) -> list[bool]:
+    """For each, whether code has taken ``parameter.data`` since :func:`forget_taken`."""
+    return [_TAKEN in parameter.__dict__ for parameter in parameters]
 
 
-def forget_taken(parameter: nn.Parameter) -> None:
-    """Makes :func:`are_data_taken` false."""
-    parameter.__dict__.pop(_TAKEN, None)
+def forget_taken(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes :func:`are_data_taken` false for each."""
+    for parameter in parameters:
+        parameter.__dict__.pop(_TAKEN, None)
 
 
 class _Watched:
@@ -179,6 +180,15 @@ def hold_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> Non
     """Makes `parameter` hold `gradient`, to which autograd adds, whatever ``parameter.grad`` shows."""
     with without_torch_functions_of_tensors():
         _TENSOR.grad.__set__(parameter, gradient)
+
+
+def take_held_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    """:func:`held_gradient` of each, which then holds none."""
+    with without_torch_functions_of_tensors():
+        gradients = [_TENSOR.grad.__get__(parameter) for parameter in parameters]
+        for parameter in parameters:
+            _TENSOR.grad.__set__(parameter, None)
+    return gradients
 
 
 @cache

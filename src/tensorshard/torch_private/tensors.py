@@ -1,6 +1,6 @@
 """A tensor's memory, version and kind, and when storages are resized."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -68,6 +68,14 @@ def tensor_version(tensor: torch.Tensor) -> int:
     Public way: none. The autograd notes name it, but it has no public name.
     """
     return tensor._version
+
+
+def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The :func:`tensor_version` of each, for the many parameters of a model in every step.
+
+    Why, checked, public way: as for :func:`tensor_version`.
+    """
+    return [tensor._version for tensor in tensors]
 
 
 def versions_kept(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
