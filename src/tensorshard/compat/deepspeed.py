@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.world import default_device, join_world, world_size
-from tensorshard.common.kinds import kind_of
 from tensorshard.compat.taken_over import follow_optimizer, rebuilt
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.model_loss import model_loss
