@@ -1,4 +1,4 @@
-"""DeepSpeed's CIFAR script with the import line changed: what one process computes, and DeepSpeed itself where it is."""
+"""DeepSpeed's CIFAR script with its import line changed: as one process computes, and as DeepSpeed where it is."""
 
 import json
 import os

@@ -151,7 +151,9 @@ def initialize(
     loader = None
     if training_data is not None:
         assert micro is not None
-        sampler = DistributedSampler(training_data, num_replicas=engine.mesh.dp_size, rank=engine.mesh.dp_rank)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            training_data, num_replicas=engine.mesh.dp_size, rank=engine.mesh.dp_rank
+        )
         loader = DataLoader(training_data, batch_size=micro, sampler=sampler, collate_fn=collate_fn)
     made.training_dataloader = loader
     return made, made.optimizer, loader, made.lr_scheduler
@@ -230,7 +232,7 @@ class DeepSpeedEngine:
         self.training_dataloader: Any = None
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.global_rank, self.world_size = engine.mesh.rank, engine.mesh.world_size
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.dp_world_size = engine.mesh.dp_size
         self.device = engine.device
         self._micro_batch_size = micro_batch_size
@@ -481,7 +483,7 @@ class _GatheredParameters:
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         self._parameters: list[nn.Parameter] = given if enabled else []
         self._rank = modifier_rank
         self._wholes: list[nn.Parameter] = []

@@ -1,7 +1,7 @@
 """Paddle's ``fleet`` on the Engine: ``from tensorshard.compat import fleet`` in place of paddle.distributed's.
 
-``fleet.init(strategy=...)``, ``fleet.distributed_model(model)`` and ``fleet.distributed_optimizer(optimizer)``, in either
-order, around a module and an optimizer of torch. The loop stays: ``loss.backward()``, ``optimizer.step()``,
+``fleet.init(strategy=...)``, ``fleet.distributed_model(model)`` and ``fleet.distributed_optimizer(optimizer)``, in
+either order, around a module and an optimizer of torch. The loop stays: ``loss.backward()``, ``optimizer.step()``,
 ``optimizer.clear_grad()``. :mod:`tensorshard.compat.group_sharded` has Paddle's two calls for ZeRO alone.
 """
 

@@ -74,7 +74,7 @@ def main(arguments=None):
     torch.manual_seed(0)
     net = Net()
     parameters = filter(lambda p: p.requires_grad, net.parameters())
-    model_engine, optimizer, trainloader, scheduler = deepspeed.initialize(
+    model_engine, optimizer, trainloader, _ = deepspeed.initialize(
         args=args, model=net, model_parameters=parameters, training_data=pictures(), config=get_ds_config(args)
     )
     first = 0
