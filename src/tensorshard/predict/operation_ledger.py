@@ -204,8 +204,13 @@ def _is_of_fsdp(transfer: Transfer, axis: str) -> bool:
 
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:
-    """The axis along which a group of this rank lies; "dp" for both data axes, "world" for any other group."""
+    """The axis along which a group of this rank lies; "dp" for both data axes, "ep" for ranks that share experts,
+    "world" for any other group."""
     for axis in AXES:
         if mesh.degrees[axis] > 1 and ranks == group_ranks(mesh.rank, axis, mesh.degrees):
             return axis
+    if mesh.experts is not mesh:
+        for axis, name in (("cp", "ep"), ("dp_shard", "dp_shard")):
+            if ranks == group_ranks(mesh.rank, axis, mesh.experts.degrees):
+                return name
     return "dp" if len(ranks) == mesh.dp_size < mesh.world_size else "world"

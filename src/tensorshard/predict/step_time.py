@@ -194,7 +194,7 @@ def link_of(axis: str, ranks: int, plan: Plan, world_size: int, rates: Rates) ->
     stride = 1
     if axis in AXES:
         stride = math.prod(getattr(plan, inner) for inner in AXES[AXES.index(axis) + 1 :])
-    elif axis == "dp":
+    elif axis in ("dp", "ep"):
         stride = plan.cp * plan.tp
     if stride * (ranks - 1) < rates.devices_per_node:
         return rates.within_node
