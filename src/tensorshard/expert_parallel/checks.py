@@ -14,6 +14,20 @@ _TOLERANCE = 1e-4
 _LARGE = 1 << 22  # elements; larger parameters are checked with values that repeat, and without their own gradients
 
 
+def check_equal_parts(name: str, module: nn.Module, experts: int, ranks: int) -> None:
+    """Refuses experts of which ranks would have different numbers.
+
+    Raises:
+        ValueError: `experts` are no multiple of `ranks`.
+    """
+    if experts % ranks:
+        ways = [str(n) for n in range(2, experts + 1) if experts % n == 0]
+        raise ValueError(
+            f"ep={ranks} was given, but the experts of {name!r} ({type(module).__name__}) cannot be split over {ranks} "
+            f"ranks: there are {experts}, which are not equal parts; ep can be {', '.join(ways)}"
+        )
+
+
 def random_values(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """Values of a parameter on the meta device; large ones repeat and take no memory."""
     fan_in = parameter.shape[-1] if parameter.dim() else 1

@@ -19,7 +19,13 @@ from torch import nn
 from torch.func import functional_call
 
 from tensorshard.common.dotted_names import is_inside, join_names
-from tensorshard.expert_parallel.checks import MODEL_ERRORS, first_difference, gradients_of, random_values
+from tensorshard.expert_parallel.checks import (
+    MODEL_ERRORS,
+    check_equal_parts,
+    first_difference,
+    gradients_of,
+    random_values,
+)
 from tensorshard.expert_parallel.exchange import exchange_counts, exchange_rows
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
@@ -179,13 +185,7 @@ def find_lists(model: nn.Module, ranks: int) -> tuple[dict[str, ListedExperts], 
                 known[kind] = _find_call(module, members, ranks)
             call = known[kind]
             if isinstance(call, ListedExperts):
-                if len(members) % ranks:
-                    ways = [str(n) for n in range(2, len(members) + 1) if len(members) % n == 0]
-                    raise ValueError(
-                        f"ep={ranks} was given, but the experts of {name!r} ({type(module).__name__}) cannot be split "
-                        f"over {ranks} ranks: there are {len(members)}, which are not equal parts; ep can be "
-                        f"{', '.join(ways)}"
-                    )
+                check_equal_parts(name, module, len(members), ranks)
                 lists[name] = call
             elif call:
                 reason = f"the list {join_names(name, key)!r} is no list of experts: {call}"

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from tensorshard.expert_parallel.checks import (
     MODEL_ERRORS,
+    check_equal_parts,
     evaluating,
     first_difference,
     gradients_of,
@@ -67,13 +68,13 @@ def find_call(name: str, module: nn.Module, ranks: int) -> StackedExperts:
     shapes = {key: tuple(parameter.shape) for key, parameter in own_parameters(module).items()}
     experts = max(shapes.values(), key=len)[0]
     others = [key for key, shape in shapes.items() if not shape or shape[0] != experts]
-    described = f"the experts of {name!r} ({type(module).__name__})"
-    what = f"ep={ranks} was given, but {described} cannot be split over {ranks} ranks"
+    what = (
+        f"ep={ranks} was given, but the experts of {name!r} ({type(module).__name__}) cannot be split over {ranks} "
+        f"ranks"
+    )
     if others:
         raise ValueError(f"{what}: {others[0]} has no dimension of {experts} experts; set ep=1")
-    if experts % ranks:
-        ways = [str(n) for n in range(2, experts + 1) if experts % n == 0]
-        raise ValueError(f"{what}: there are {experts}, which are not equal parts; ep can be {', '.join(ways)}")
+    check_equal_parts(name, module, experts, ranks)
     widths = dict.fromkeys(size for p in own_parameters(module).values() if p.dim() == 3 for size in p.shape[:0:-1])
     reason = "no argument takes the experts that each token has chosen"
     with evaluating(module):  # random numbers of dropout would differ
