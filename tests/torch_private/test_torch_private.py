@@ -28,9 +28,22 @@ _PACKAGE = Path(tensorshard.__file__).parent
 _PRIVATE = "torch_private"
 
 # (file, name): why it is no use of torch.
+_OF_ACCELERATE = "of Accelerate, whose classes the file extends"
+_OF_TRANSFORMERS = "of transformers, whose Trainer the file extends"
 _EXCEPTIONS = {
     ("cli.py", "_actions"): "of argparse, which has no public list of a parser's options",
     ("verify/record.py", "_hp_mapping"): "of DeepSpeed, whose parameters have no public mark of ZeRO 1 and 2",
+    ("compat/accelerate.py", "_schedulers"): _OF_ACCELERATE,
+    ("compat/accelerate.py", "_is_accelerate_prepared"): _OF_ACCELERATE,
+    ("compat/accelerate.py", "_dataloaders"): _OF_ACCELERATE,
+    ("compat/accelerate.py", "_save_model_state_pre_hook"): _OF_ACCELERATE,
+    ("compat/accelerate.py", "_load_model_state_pre_hook"): _OF_ACCELERATE,
+    ("compat/transformers.py", "_n_gpu"): _OF_TRANSFORMERS,
+    ("compat/transformers.py", "_set_signature_columns_if_needed"): _OF_TRANSFORMERS,
+    ("compat/transformers.py", "_remove_unused_columns"): _OF_TRANSFORMERS,
+    ("compat/transformers.py", "_get_collator_with_removed_columns"): _OF_TRANSFORMERS,
+    ("compat/transformers.py", "_train_batch_size"): _OF_TRANSFORMERS,
+    ("compat/transformers.py", "_prepare_inputs"): _OF_TRANSFORMERS,
 }
 
 

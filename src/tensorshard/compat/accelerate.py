@@ -479,7 +479,7 @@ class _Scheduler(AcceleratedScheduler):
             return
         for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler._step_count <= total:
+            if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tensorshard.common.kinds import kind_of
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.torch_private.optimizers import inner_schedulers
 
 
 def rebuilt(optimizer: torch.optim.Optimizer, model: nn.Module, call: str) -> OptimizerFactory:
@@ -77,5 +78,5 @@ def follow_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Lets a `scheduler` of torch that the script has built set the rates of the Engine's `optimizer`."""
     if isinstance(scheduler, LRScheduler) or hasattr(scheduler, "optimizer"):
         scheduler.optimizer = optimizer
-    for inner in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+    for inner in inner_schedulers(scheduler):
         follow_optimizer(inner, optimizer)

@@ -74,7 +74,7 @@ class FrozenModel:
         self, inputs: Any, student_logits: torch.Tensor, *, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """How far a student's logits are from this teacher's for the same inputs:
-        :func:`tensorshard.nn.functional.distillation_loss`, which holds neither of them.
+        ``tensorshard.nn.functional.distillation_loss``, which holds neither of them.
 
         It is called in a ``loss_fn(model, batch)`` or a loop of your own. This model then needs the same data ranks as
         the student. Otherwise, and beside a student with a pipeline, compute the teacher's logits before the step, and

@@ -1,6 +1,6 @@
 """Clipping, unscaling and learning rates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "TOTAL_NORM",
     "UNSCALE_GRADIENTS",
     "clip_grad",
+    "inner_schedulers",
     "set_last_rates",
     "set_unscaling",
     "step_without_hooks",
@@ -96,3 +97,15 @@ def watched_clipping(before: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         cell.cell_contents = clip
+
+
+def inner_schedulers(scheduler: Any) -> Sequence[Any]:
+    """The schedulers that a ``SequentialLR`` or a ``ChainedScheduler`` calls; none for another `scheduler`.
+
+    Why: each of them sets the rates of an optimizer of its own.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return getattr(scheduler, "_schedulers", ())  # type: ignore[no-any-return]

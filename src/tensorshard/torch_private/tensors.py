@@ -71,9 +71,13 @@ def tensor_version(tensor: torch.Tensor) -> int:
 
 
 def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The :func:`tensor_version` of each, for the many parameters of a model in every step.
+    """The :func:`tensor_version` of each.
 
-    Why, checked, public way: as for :func:`tensor_version`.
+    Why: each step looks at all parameters of a model, and a call for each takes longer than the look.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none, as for :func:`tensor_version`.
     """
     return [tensor._version for tensor in tensors]
 
