@@ -57,6 +57,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mixtral-cp2-pp2": ("mixtral", 4, dict(cp=2, pp=2, micro_batches=2)),
     "gpt-cp2-pp2-offload": ("gpt", 4, dict(cp=2, pp=2, zero=2, micro_batches=2, offload="cpu")),
     "gpt-cp2-pp2-tp2": ("gpt_101", 8, dict(cp=2, pp=2, tp=2, micro_batches=2)),
+    "gpt-cp2-tiled": ("gpt", 2, dict(cp=2, logits="tiled")),
+    "llama-cp2-tiled-zigzag": ("llama", 2, dict(cp=2, logits="tiled", zero=1, cp_order="zigzag")),
+    "tied-cp2-tiled-micro2": ("gpt_tied", 2, dict(cp=2, zero=2, logits="tiled", micro_batches=2)),
+    "gpt-cp2-tp2-tiled": ("gpt_101", 4, dict(cp=2, tp=2, logits="tiled")),
+    "gpt-cp2-pp2-tiled": ("gpt", 4, dict(cp=2, pp=2, logits="tiled", micro_batches=2)),
     "llama-cp2-tp2-zero1": ("llama", 4, dict(cp=2, tp=2, zero=1)),
 }
 
@@ -236,7 +241,6 @@ def _wrong_dims(dims: dict[str, int]) -> str:
     ("fields", "said"),
     [
         (dict(cp=2, compile=True), "compile=True was given with cp=2"),
-        (dict(cp=2, logits="tiled"), "logits='tiled' was given with cp=2"),
         (dict(cp_dims={"tokens": 1}), "cp_dims={'tokens': 1} was given, but cp=1 splits no sequences"),
         (dict(cp_order="zigzag"), "cp_order='zigzag' was given, but cp=1 splits no sequences"),
         (dict(cp=2, cp_order="striped"), "cp_order is 'striped'; it must be one of"),

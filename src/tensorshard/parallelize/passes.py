@@ -82,7 +82,7 @@ def context_parallel(part: Part, context: PassContext) -> None:
 
 def tiled_logits(part: Part, context: PassContext) -> None:
     """Output layers return logits that the loss computes in tiles."""
-    if part.returns_output and context.plan.cp == 1:
+    if part.returns_output:
         part.logits = find_output_logits(
             part.module,
             part.computed.values(),

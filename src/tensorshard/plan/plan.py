@@ -204,11 +204,6 @@ class Plan(FromOthers):
                 f"compile=True was given with cp={self.cp}, but torch.compile does not follow tensors of which a rank "
                 f"has a part; set compile=False, or cp=1"
             )
-        if self.cp > 1 and self.logits == "tiled":
-            raise ValueError(
-                f"logits='tiled' was given with cp={self.cp}, under which each rank has the logits of its own "
-                f"positions; set logits='auto'"
-            )
 
     def _checked(self) -> "Plan":
         self._check_context()

@@ -22,6 +22,7 @@ from tensorshard.loss.logits.linear_logits import LinearLogits
 from tensorshard.loss.logits.tiled_operations import TILED
 from tensorshard.loss.loss_arguments import Place
 from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.whole_sequences import is_part
 
 FEWEST_CLASSES = 8192
 """With fewer classes, "auto" computes logits: they are no larger than other activations."""
@@ -146,14 +147,17 @@ class OutputLogits:
         wanted = self._active and not layer.is_whole and len(args) == 1 and not kwargs
         if not wanted or not isinstance(args[0], torch.Tensor) or not self._pays(layer, args[0]):
             return forward(*args, **kwargs)
-        linear = layer.linear(args[0], self._at_once)
-        if linear is None:
+        is_split = is_part(args[0])
+        features = args[0].local if is_split else args[0]
+        linear = layer.linear(features, self._at_once)
+        if linear is None or (is_split and args[0].split_dim == args[0].ndim - 1):
             return forward(*args, **kwargs)
         logits, source = defer_linear(linear, layer.note)
         self._sources.append(source)
-        return logits
+        return args[0].like(logits) if is_split else logits
 
     def _pays(self, layer: OutputLayer, features: torch.Tensor) -> bool:
+        features = features.local if is_part(features) else features
         tokens = features.numel() // max(1, features.size(-1))
         ranks = 1 if layer.group is None else layer.group.size()
         layer.size = tokens, 4 * tokens * layer.classes // ranks

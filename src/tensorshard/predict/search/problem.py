@@ -102,7 +102,7 @@ class SearchProblem:
     @property
     def may_split_sequences(self) -> bool:
         """Whether the fixed fields leave room for context parallelism."""
-        return not self.fixed.get("compile") and self.fixed.get("logits") != "tiled" and self.fixed.get("ep", 1) == 1
+        return not self.fixed.get("compile") and self.fixed.get("ep", 1) == 1
 
     def plan(self, **chosen: Any) -> Plan:
         """The Plan with the `chosen` fields and the fixed ones. A fixed field wins."""
