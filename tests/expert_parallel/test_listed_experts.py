@@ -55,25 +55,8 @@ class LimitedMoE(ListMoE):
 
 
 class JitterMoE(ListMoE):
-    """The router's scores are jittered, and the experts drop features out."""
-
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__(experts)
-        for expert in self.experts:
-            expert.append(nn.Dropout(0.3))
-
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        return (scores + torch.rand_like(scores) if self.training else scores).softmax(-1)
-
-
-class CountingMoE(ListMoE):
-    """Each call weighs otherwise."""
-
-    calls = 0
-
-    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return (scores * self.calls).softmax(-1)
+        return (scores + torch.rand_like(scores)).softmax(-1)
 
 
 class Mixture(nn.Module):
@@ -193,7 +176,7 @@ def test_what_is_split():
     ("kind", "reason"),
     [
         (LimitedMoE, "depends on the others, as where experts take a limited number"),
-        (CountingMoE, "keeps something of a call"),
+        (JitterMoE, "draws random numbers in training"),
     ],
 )
 def test_lists_that_are_not_split(kind, reason):
@@ -209,43 +192,3 @@ def test_uneven_parts_are_refused():
         model = nn.ModuleDict({"moe": ListMoE(3)})
     with pytest.raises(ValueError, match="there are 3, which are not equal parts; ep can be 3"):
         find_lists(model, 2)
-
-
-def _drawn(case: str) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
-    """The loss of a step, the weights after it, and the output in evaluation."""
-    seeds.seed(4)
-    model = nn.Sequential(nn.Linear(5, 8), _Only(JitterMoE()), nn.Linear(8, 3))
-    plan = ts.Plan(dp_shard=1) if case == "one" else ts.Plan(ep=2, zero=1, recompute=case)
-    optimizer = torch.optim.SGD
-    engine = ts.parallelize(model, plan, optimizer=lambda p: optimizer(p, lr=0.1), loss_fn=_loss)
-    inputs, targets = parity.shard(engine, *_batches()[0])
-    loss = engine.step(inputs, targets).item()
-    return loss, engine.full_state_dict(), engine.predict(inputs)
-
-
-class _Only(nn.Module):
-    """The first of what another module returns."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
-
-
-@pytest.mark.slow
-def test_dropout_and_jitter(ranks):
-    """The ranks route alike: else tokens would be lost, or computed twice. Recomputation draws the same again."""
-    plain, again = ranks(2, _drawn, "none"), ranks(2, _drawn, "full")
-    assert plain[0][0] == plain[1][0] == pytest.approx(again[0][0], rel=1e-6)
-    parity.assert_same_state(plain[0][1], again[0][1], 1e-6)
-    losses = [ranks(1, _drawn, "one")[0][0], plain[0][0]]
-    assert losses[1] == pytest.approx(losses[0], rel=0.3)  # other random numbers
-
-
-def test_random_numbers_of_lists_are_noticed():
-    with torch.device("meta"):
-        model = nn.ModuleDict({"jitter": JitterMoE(), "plain": ListMoE()})
-    lists, _ = find_lists(model, 2)
-    assert {name: call.draws for name, call in lists.items()} == {"jitter": True, "plain": False}

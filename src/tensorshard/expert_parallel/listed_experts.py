@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from tensorshard.comm.collectives import broadcast_
-from tensorshard.comm.world import world
 from tensorshard.common.dotted_names import is_inside, join_names
 from tensorshard.expert_parallel.checks import (
     MODEL_ERRORS,
@@ -46,14 +44,12 @@ class ListedExperts:
         features: how many an expert returns for a token.
         dims: how many dimensions the module's input has at least: 2 for [tokens, features], or 3.
         ranks: how many share the experts.
-        draws: whether the module draws random numbers in training, such as dropout's or a router's jitter.
     """
 
     members: tuple[str, ...]
     features: int
     dims: int
     ranks: int
-    draws: bool = False
 
     def owner(self, index: int) -> int:
         """The rank that has the expert at `index`."""
@@ -72,7 +68,7 @@ class ListedExperts:
         switch = _Switch()
         for index, name in enumerate(self.members):
             is_own = self.owner(index) == group.rank()
-            around = partial(_call_expert, switch, is_own, index, self)
+            around = partial(_call_expert, switch, is_own, name, self)
             wrap_forward(module.get_submodule(name), Role.ROUTED_EXPERTS, around)
         wrap_forward(module, Role.ROUTED_EXPERTS, partial(_compute, module, self, switch, group))
 
@@ -90,47 +86,24 @@ class _Switch:
 
     def __init__(self) -> None:
         self.own_compute: bool | None = None
-        self.seed: int | None = None  # of the random numbers of one call, on all ranks; None where none are drawn
 
     @contextmanager
-    def set(self, own_compute: bool, seed: int | None, device: torch.device) -> Iterator[None]:
-        before = self.own_compute, self.seed
-        self.own_compute, self.seed = own_compute, seed
+    def set(self, own_compute: bool) -> Iterator[None]:
+        before, self.own_compute = self.own_compute, own_compute
         try:
-            with _drawing(seed, device):
-                yield
+            yield
         finally:
-            self.own_compute, self.seed = before
-
-
-@contextmanager
-def _drawing(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Within this, random numbers are those that follow `seed`; those of the process go on afterwards."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
-        torch.manual_seed(seed)
-        yield
-
-
-def _common_seed(group: dist.ProcessGroup, device: torch.device) -> int:
-    """A random number of the first rank of `group`, on all of its ranks."""
-    seed = torch.randint(1 << 31, (1,), device=device)
-    broadcast_(seed, group)
-    return int(world().known(seed, [0])[0])
+            self.own_compute = before
 
 
 def _call_expert(
-    switch: _Switch, is_own: bool, index: int, experts: ListedExperts, forward: Forward, /, tokens: torch.Tensor
+    switch: _Switch, is_own: bool, name: str, experts: ListedExperts, forward: Forward, /, tokens: torch.Tensor
 ) -> torch.Tensor:
     if is_own and switch.own_compute is not False:
-        # Each expert has random numbers of its own: what is drawn elsewhere does not depend on which ones compute.
-        with _drawing(None if switch.seed is None else switch.seed + 1 + index, tokens.device):
-            return forward(tokens)  # type: ignore[no-any-return]
+        return forward(tokens)  # type: ignore[no-any-return]
     if switch.own_compute is None:
         raise RuntimeError(
-            f"expert {experts.members[index]!r} was called from outside of the module that it belongs to, and ep={experts.ranks} gave it "
+            f"expert {name!r} was called from outside of the module that it belongs to, and ep={experts.ranks} gave it "
             f"to another rank: call the module, or set ep=1"
         )
     kind = tokens.device.type
@@ -161,10 +134,9 @@ def _compute(
     everyone = exchange_rows(rows.repeat(ranks, 1), sent, received, group)
     everyone = everyone.view(*(1 for _ in range(experts.dims - 2)), *everyone.shape)
     call = partial(forward, **{next(iter(kwargs)): everyone}) if kwargs else partial(forward, everyone)
-    seed = _common_seed(group, rows.device) if experts.draws and module.training else None
-    with switch.set(True, seed, rows.device):
+    with switch.set(True):
         result = call()
-    with switch.set(False, seed, rows.device):
+    with switch.set(False):
         rest = iter(tree_tensors(call()))
 
     def finish(leaf: Any) -> Any:
@@ -252,7 +224,7 @@ def _find_call(module: nn.Module, members: tuple[str, ...], ranks: int) -> Liste
             except MODEL_ERRORS:
                 continue
             if failed is None:
-                return ListedExperts(members, run.features, dims, ranks, run.draws)
+                return ListedExperts(members, run.features, dims, ranks)
             reason = failed
     return reason
 
@@ -262,7 +234,6 @@ class _Run:
 
     Attributes:
         features: how many an expert has returned for a token.
-        draws: whether the module draws random numbers in training.
     """
 
     def __init__(self, module: nn.Module, members: Sequence[str], width: int, dims: int) -> None:
@@ -271,23 +242,20 @@ class _Run:
         self._values = {name: random_values(p, self._random) for name, p in module.named_parameters()}
         self._buffers = {name: torch.zeros(b.shape, dtype=b.dtype) for name, b in module.named_buffers()}
         self.features = 0
-        self.draws = False
-        self._seed = 0
 
     def why_not(self, ranks: int) -> str | None:
         some, many = self._tokens(_SOME_TOKENS), self._tokens(1).expand(_MANY_TOKENS, -1)
         other = self._tokens(_SOME_TOKENS)
         first = self._call(some)
+        torch.manual_seed(torch.initial_seed() % (1 << 31) + 1)
         if first_difference(self._call(some), first) is not None:
-            return "the module keeps something of a call, or draws random numbers by other means than torch's"
+            return "the module draws random numbers in training, or keeps something of a call"
         if not self.features:
             return "it does not call them"
-        self._seed = 1
-        self.draws = first_difference(self._call(some), first) is not None
-        alone = partial(self._call, trains=not self.draws)  # else each token would have other random numbers
-        both = zip(alone(torch.cat([some, other])), alone(some), alone(other), strict=True)
+        both = zip(self._call(torch.cat([some, other])), first, self._call(other), strict=True)
         by_itself = [(one, torch.cat([a, b])) for one, a, b in both]
-        by_itself += [(each, one.expand_as(each)) for each, one in zip(alone(many), alone(many[:1]), strict=True)]
+        one = self._call(many[:1])
+        by_itself += [(each, alone.expand_as(each)) for each, alone in zip(self._call(many), one, strict=True)]
         if first_difference(*zip(*by_itself, strict=True)) is not None:
             return "what the module computes for a token depends on the others, as where experts take a limited number"
         for tokens in (some, many[:_SOME_TOKENS].clone()):
@@ -311,20 +279,16 @@ class _Run:
     def _tokens(self, count: int) -> torch.Tensor:
         return torch.randn(count, self._width, generator=self._random)
 
-    def _call(
-        self, tokens: torch.Tensor, active: Sequence[str] | None = None, *, trains: bool = True
-    ) -> list[torch.Tensor]:
+    def _call(self, tokens: torch.Tensor, active: Sequence[str] | None = None) -> list[torch.Tensor]:
         """The floating-point tensors of the output, each [tokens, features]."""
         hooks = []
-        for index, name in enumerate(self._members):
-            counts, expert = active is None or name in active, self._module.get_submodule(name)
-            hooks.append(expert.register_forward_pre_hook(partial(self._before, self._seed + 1 + index)))
-            hooks.append(expert.register_forward_hook(partial(self._called, counts)))
+        for name in self._members:
+            counts = active is None or name in active
+            hooks.append(self._module.get_submodule(name).register_forward_hook(partial(self._called, counts)))
         given = tokens.view(*(1 for _ in range(self._dims - 2)), *tokens.shape)
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
         was_training = self._module.training
-        self._module.train(trains)
-        torch.manual_seed(self._seed)
+        self._module.train()
         try:
             output = functional_call(self._module, {**self._values, **buffers}, (given,))
         finally:
@@ -343,13 +307,8 @@ class _Run:
                 raise ValueError("what it returns has no entry for each token")
         return [leaf.reshape(len(tokens), -1) for leaf in results]
 
-    def _before(self, seed: int, *_: Any) -> None:
-        self._outside = torch.get_rng_state()
-        torch.manual_seed(seed)
-
     def _called(self, counts: bool, expert: nn.Module, args: Any, output: Any) -> torch.Tensor:
         if len(args) != 1 or not isinstance(output, torch.Tensor) or output.shape[:-1] != args[0].shape[:-1]:
             raise ValueError("its experts do not take and return tokens alone")
         self.features = output.size(-1)
-        torch.set_rng_state(self._outside)
         return output if counts else torch.zeros_like(output)

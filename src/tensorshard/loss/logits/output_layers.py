@@ -145,19 +145,19 @@ class OutputLogits:
 
     def _forward(self, layer: OutputLayer, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         wanted = self._active and not layer.is_whole and len(args) == 1 and not kwargs
-        if not wanted or not isinstance(args[0], torch.Tensor) or not self._pays(layer, args[0]):
+        if not wanted or not isinstance(args[0], torch.Tensor):
             return forward(*args, **kwargs)
-        is_split = is_part(args[0])
-        features = args[0].local if is_split else args[0]
-        linear = layer.linear(features, self._at_once)
-        if linear is None or (is_split and args[0].split_dim == args[0].ndim - 1):
+        sequence: Any = args[0] if is_part(args[0]) else None
+        features = args[0] if sequence is None else sequence.local
+        splits_features = sequence is not None and sequence.split_dim == sequence.ndim - 1
+        linear = layer.linear(features, self._at_once) if self._pays(layer, features) and not splits_features else None
+        if linear is None:
             return forward(*args, **kwargs)
         logits, source = defer_linear(linear, layer.note)
         self._sources.append(source)
-        return args[0].like(logits) if is_split else logits
+        return logits if sequence is None else sequence.like(logits)
 
     def _pays(self, layer: OutputLayer, features: torch.Tensor) -> bool:
-        features = features.local if is_part(features) else features
         tokens = features.numel() // max(1, features.size(-1))
         ranks = 1 if layer.group is None else layer.group.size()
         layer.size = tokens, 4 * tokens * layer.classes // ranks
