@@ -210,7 +210,7 @@ def _is_of_fsdp(transfer: Transfer, axis: str) -> bool:
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:
     """The axis along which a group of this rank lies; "dp" for both data axes, "shard" for dp_shard and cp,
-    "gradients" for all three, "ep" for ranks that share experts, "world" for any other group."""
+    "gradients" for all three, "world" for any other group."""
     for axis in AXES:
         if mesh.degrees[axis] > 1 and ranks == group_ranks(mesh.rank, axis, mesh.degrees):
             return axis
@@ -218,8 +218,4 @@ def axis_of(ranks: list[int], mesh: Mesh) -> str:
         step = mesh.degrees["tp"]
         if ranks == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
             return "shard" if len(ranks) == mesh.shard_size else "gradients"
-    if mesh.experts is not mesh:
-        for axis, name in (("cp", "ep"), ("dp_shard", "dp_shard")):
-            if ranks == group_ranks(mesh.rank, axis, mesh.experts.degrees):
-                return name
     return "dp" if len(ranks) == mesh.dp_size < mesh.world_size else "world"

@@ -194,7 +194,7 @@ def link_of(axis: str, ranks: int, plan: Plan, world_size: int, rates: Rates) ->
     stride = 1
     if axis in AXES:
         stride = math.prod(getattr(plan, inner) for inner in AXES[AXES.index(axis) + 1 :])
-    elif axis in ("dp", "ep"):
+    elif axis == "dp":
         stride = plan.cp * plan.tp
     elif axis in ("shard", "gradients"):
         stride = plan.tp

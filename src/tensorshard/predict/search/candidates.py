@@ -108,18 +108,16 @@ def _shapes(problem: SearchProblem, tp: int, pp: int, cp: int, dp: int) -> Itera
             default = dict(_SCHEDULES).get(name) if pp > 1 else None
             for stages in _options(problem, "pp_stages_per_rank", (default,)):
                 for shard in _shard_degrees(problem, tp * cp, dp):
-                    for ep in _options(problem, "ep", _expert_degrees(problem, shard) if cp == 1 else (1,)):
-                        yield {
-                            "tp": tp,
-                            "pp": pp,
-                            "cp": cp,
-                            "dp_shard": shard,
-                            "dp_replicate": dp // shard,
-                            "ep": ep,
-                            "sequence_parallel": sequence,
-                            "pp_schedule": name,
-                            "pp_stages_per_rank": stages,
-                        }
+                    yield {
+                        "tp": tp,
+                        "pp": pp,
+                        "cp": cp,
+                        "dp_shard": shard,
+                        "dp_replicate": dp // shard,
+                        "sequence_parallel": sequence,
+                        "pp_schedule": name,
+                        "pp_stages_per_rank": stages,
+                    }
 
 
 def _shard_degrees(problem: SearchProblem, inner: int, dp: int) -> list[int]:
@@ -138,13 +136,6 @@ def _shard_degrees(problem: SearchProblem, inner: int, dp: int) -> list[int]:
     elif fixed[1] is not None:
         degrees = [dp // fixed[1]] if dp % fixed[1] == 0 else []
     return [d for d in degrees if fixed[1] in (None, dp // d)]
-
-
-def _expert_degrees(problem: SearchProblem, shard: int) -> list[int]:
-    """The values of ep to try: what divides the data ranks and the experts of every mixture."""
-    return [
-        ep for ep in _divisors(shard) if ep == 1 or (problem.mixtures and all(n % ep == 0 for n in problem.mixtures))
-    ]
 
 
 def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: dict[str, str]) -> Iterator[Plan]:

@@ -14,7 +14,6 @@ from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.fake_copies import make_fake_copy
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.special_layers import find_experts
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.pipeline.trace.tracer import find_units
 from tensorshard.predict.operations import FORWARD, Kernel
@@ -26,7 +25,6 @@ from tensorshard.torch_private.fake_tensors import (
     grouped_products_of_any_dtype,
     without_fake_kernel_reports,
 )
-from tensorshard.torch_private.modules import own_parameters
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 
 logger = logging.getLogger("tensorshard.predict")
@@ -48,8 +46,6 @@ class ModelFacts:
         parameters: elements of all parameters.
         units: how often the forward calls what a pipeline cannot cut: the most stages that there can be.
         attention: (bytes of queries and outputs, bytes of keys and values) of each call of attention -> how often.
-        mixtures: how many stacked experts each mixture has.
-        expert_share: the part of all trained elements that is in stacked experts.
     """
 
     samples: int
@@ -63,8 +59,6 @@ class ModelFacts:
     parameters: int = 0
     units: int = 0
     attention: Counter[tuple[int, int]] = field(default_factory=Counter)
-    mixtures: tuple[int, ...] = ()
-    expert_share: float = 0.0
 
 
 class _BlockKernels(TorchDispatchMode):
@@ -151,8 +145,6 @@ def _one_forward(model: nn.Module, batch: Any, samples: int, named: list[str] | 
         output = call_model(model, batch)
     for hook in hooks:
         hook.remove()
-    mixtures = [list(own_parameters(module).values()) for module in find_experts(model).values()]
-    of_experts = sum(p.numel() for own in mixtures for p in own if p.requires_grad)
     trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     return ModelFacts(
         samples,
@@ -165,6 +157,4 @@ def _one_forward(model: nn.Module, batch: Any, samples: int, named: list[str] | 
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         units=len(called),
         attention=counter.attention,
-        mixtures=tuple(dict.fromkeys(max(own, key=torch.Tensor.dim).size(0) for own in mixtures)),
-        expert_share=of_experts / (sum(trained) or 1),
     )

@@ -24,7 +24,6 @@ _UNEVEN = 0.7  # a stage's share of activations is at least this times that of e
 _NEEDED = 0.95  # the share of a trace's working memory that a plan with ZeRO needs: it keeps no whole gradients
 _COMPUTED_AGAIN = 0.9  # the share of a block's forward that is recomputed: its last operations are not needed
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
-_EXCHANGES, _CHOICES = 4, 2  # tokens travel there and back in forward and in backward; experts of each token, about
 _FEW = 8  # ranks of a schedule that stand for many
 _SIMULATED = 256  # a schedule is not simulated if its ranks times its micro-batches are more than this
 # Passes over all gradients in fp32, as estimates have them: to add those of a further micro-batch, under ZeRO 0 and 1,
@@ -90,17 +89,16 @@ class Predictions:
         copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
         base, largest = self.traces[BASE], self._largest(plan)  # which is in one of the stages
         width = 4 if plan.precision == "fp32" else 6
-        own = self._own_share(plan)
-        parameters = whole = max(trace.parameters / split * own, base.gradients / 4 * largest * width)
+        parameters = whole = max(trace.parameters / split, base.gradients / 4 * largest * width)
         gathered = self._gathered(plan) if zero == 3 and shard > 1 else 0.0
         if zero == 3:
-            parameters = parameters / own / shard + gathered
+            parameters = parameters / shard + gathered
         elif zero and plan.precision != "fp32":
             parameters *= copies + (1 - copies) / shard
-        gradients = max(trace.gradients / split * own, base.gradients * largest) / (shard * own if zero >= 2 else 1)
+        gradients = max(trace.gradients / split, base.gradients * largest) / (shard if zero >= 2 else 1)
         if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
             gradients /= 2  # those of a single micro-batch are reduced as they come
-        optimizer = max(trace.optimizer / split * own, base.optimizer * largest) / (shard * own if zero >= 1 else 1)
+        optimizer = max(trace.optimizer / split, base.optimizer * largest) / (shard if zero >= 1 else 1)
         if plan.offloaded is not None:
             gradients, optimizer = 0.0, 0.0
             if not self.problem.on_cpus:  # master weights are in the host's memory
@@ -123,12 +121,7 @@ class Predictions:
 
     def _largest(self, plan: Plan) -> float:
         """The part of all trained elements that a rank with the largest parameter has of it."""
-        return 0.0 if self.facts is None else self.facts.largest_share / plan.tp / plan.ep
-
-    def _own_share(self, plan: Plan) -> float:
-        """The part of all trained elements that is on a rank, whose experts are not those of the others."""
-        share = 0.0 if self.facts is None else self.facts.expert_share
-        return 1 - share + share / plan.ep
+        return 0.0 if self.facts is None else self.facts.largest_share / plan.tp
 
     def _gathered(self, plan: Plan) -> float:
         """Bytes of the weights that ZeRO 3 gathers at once: at least those of a block, and the largest parameter."""
@@ -136,7 +129,7 @@ class Predictions:
             return 0.0
         elements = self.traces[BASE].gradients / 4 * self._largest(plan)
         if plan.shard_units is None:
-            elements = max(elements, self.facts.largest_block / plan.tp / plan.ep)
+            elements = max(elements, self.facts.largest_block / plan.tp)
         return elements * (4 if plan.precision == "fp32" else 2)
 
     def _activations(self, plan: Plan, trace: Trace, key: TraceKey) -> float:
@@ -164,7 +157,6 @@ class Predictions:
         if key.recompute != plan.recompute:
             backward += self._recompute_seconds(plan, size)
         waiting = self._along_tp(trace, key, candidate, parts) + self._along_cp(trace, key, candidate)
-        waiting += self._along_ep(candidate)
         each = forward + backward + waiting  # of a micro-batch
         work = each * count / plan.pp
         bubble = 0.0
@@ -173,7 +165,7 @@ class Predictions:
             bubble = work * _bubble(*schedule, share, may_split_backward(plan))
         passes = self._passes_over_gradients(plan) / plan.pp
         along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp, passes)
-        shard = split * plan.pp * (plan.shard_size if plan.zero else 1 / self._own_share(plan))
+        shard = split * plan.pp * (plan.shard_size if plan.zero else 1)
         update = trace.seconds(UPDATE, problem, trace.samples, shard) + self._offload(plan, trace, split)
         seconds = work + bubble + along_dp + update + passes
         return self.problem.on_cores(seconds, seconds - bubble), bubble, waiting * count / plan.pp + along_dp
@@ -242,15 +234,6 @@ class Predictions:
         each = self._transfer(Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp), plan)
         return each * _SUMS * self.facts.blocks
 
-    def _along_ep(self, candidate: Candidate) -> float:
-        """Seconds of sending a micro-batch's tokens to their experts and back. Ranks wait for each message."""
-        plan = candidate.plan
-        if plan.ep == 1 or self.facts is None:
-            return 0.0
-        nbytes = _CHOICES * self.facts.block_outputs * candidate.micro_batch / self.facts.samples
-        nbytes /= 1 if plan.precision == "fp32" else 2
-        return self._transfer(Transfer(FORWARD, "ep", "all_to_all", int(nbytes), plan.ep), plan) * _EXCHANGES
-
     def _along_dp(self, plan: Plan, forward: float, backward: float, passes: float) -> float:
         """Seconds of the data axes' collectives that kernels do not hide.
 
@@ -262,7 +245,7 @@ class Predictions:
         if ranks == 1:
             return 0.0
         count, blocks = plan.micro_batches, 1 if self.facts is None else max(1, self.facts.blocks // plan.pp)
-        gradients = self.traces[BASE].gradients * self._own_share(plan) / plan.tp / plan.pp / blocks
+        gradients = self.traces[BASE].gradients / plan.tp / plan.pp / blocks
         weights = gradients if plan.precision == "fp32" else gradients / 2
 
         def seconds(collective: str, axis: str, nbytes: float, ranks: int) -> float:

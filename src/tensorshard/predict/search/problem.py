@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,13 @@ from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.model_run import Captures, captures_kept
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 
-if TYPE_CHECKING:
-    from tensorshard.expert_parallel.search import SplitExperts
-
 _Result = TypeVar("_Result")
 
 OBJECTIVES = ("time", "memory", "cost")
 
 SEARCHED = (
-    "dp_replicate", "dp_shard", "cp", "ep", "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank",
-    "zero", "micro_batches", "recompute", "offload",
+    "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "zero",
+    "micro_batches", "recompute", "offload",
 )  # fmt: skip
 """The fields of a Plan that a search chooses; all others are the user's, or at their defaults."""
 
@@ -59,9 +56,6 @@ class SearchProblem:
         shortened: the problems for the models with fewer blocks, by the number of blocks that they keep.
         parameters: the elements of the whole model's parameters, which a model with fewer blocks counts as having; 0
             for a model that counts as having none; None if they are not known.
-        mixtures: how many stacked experts each mixture has.
-        expert_tables: as `tables`, of plans that split experts over data ranks, and so not over tp ranks.
-        experts: how these are split, by the model and ep. Estimates fill it.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -79,9 +73,6 @@ class SearchProblem:
     captures: Captures = field(default_factory=dict)
     shortened: dict[int, "SearchProblem"] = field(default_factory=dict)
     parameters: int | None = None
-    mixtures: tuple[int, ...] = ()
-    expert_tables: dict[tuple[int, bool], VerifiedTable | None] = field(default_factory=dict)
-    experts: dict[tuple[int, int], "dict[str, SplitExperts] | None"] = field(default_factory=dict)
 
     @property
     def rates(self) -> Rates:
@@ -124,10 +115,6 @@ class SearchProblem:
         inputs, targets = map_tensors_once(resized, [self.inputs, self.targets])
         return inputs, targets
 
-    def for_plan(self, plan: Plan) -> "SearchProblem":
-        """The same problem, with the tables for plans like `plan`."""
-        return self if plan.ep == 1 or self.tables is self.expert_tables else replace(self, tables=self.expert_tables)
-
     def estimate(
         self,
         plan: Plan,
@@ -149,12 +136,9 @@ class SearchProblem:
         Raises:
             ValueError, NotImplementedError: the plan does not suit the model.
         """
-        if self.for_plan(plan) is not self:
-            return self.for_plan(plan).estimate(plan, world_size, samples, borrow=borrow, stop_above=stop_above)
         table = self._table_of(plan.tp, sequence_parallel=plan.sequence_parallel)
         stands_for = self.parameters if self.parameters == 0 or isinstance(self.model, FewerBlocks) else None
         decisions = replace(self.shared, table=table, parameters=stands_for)
-        decisions.experts = self.experts.get((id(self.model), plan.ep))
         if borrow and decisions.table is None and plan.tp > 1:
             decisions.table = self.table_for(plan.tp, sequence_parallel=plan.sequence_parallel)
             if decisions.table is not None:
@@ -207,7 +191,6 @@ class SearchProblem:
                 stop_above=stop_above,
             )
         self.shared.recorded = decisions.recorded
-        self.experts[id(self.model), plan.ep] = decisions.experts
         return found
 
     def seconds(self, found: Estimate) -> float:
@@ -221,8 +204,7 @@ class SearchProblem:
 
     def without_tables(self) -> "SearchProblem":
         """The same problem, with none of the tables that were found."""
-        none: dict[tuple[int, bool], VerifiedTable | None] = {}
-        return replace(self, tables=none, expert_tables=none)
+        return replace(self, tables={})
 
     def with_blocks(
         self, kept: int, equal_blocks: Sequence[str], tp: int, *, sequence_parallel: bool
@@ -241,14 +223,7 @@ class SearchProblem:
         table = None if tp == 1 else self.table_for(tp, sequence_parallel=sequence_parallel)
         if table is not None:
             tables[tp, sequence_parallel] = without_blocks(table, equal_blocks, kept)
-        return replace(
-            self,
-            model=found.model,
-            tables=tables,
-            expert_tables=tables,
-            shared=found.shared,
-            captures=found.captures,
-        )
+        return replace(self, model=found.model, tables=tables, shared=found.shared, captures=found.captures)
 
     def with_few_blocks(
         self,

@@ -122,7 +122,7 @@ class Progress:
 
 
 _SAME = tuple(name for name in SEARCHED if name not in ("recompute", "offload", "zero", "micro_batches"))
-_STAGES = ("ep", "tp", "sequence_parallel", "cp", "pp", "pp_schedule", "pp_stages_per_rank")
+_STAGES = ("tp", "sequence_parallel", "cp", "pp", "pp_schedule", "pp_stages_per_rank")
 
 
 @dataclass
@@ -208,6 +208,7 @@ class Search:
 
     def _prepare(self, progress: Progress) -> None:
         problem = self.problem
+        listed, self.refused = candidates(problem)
         if BASE not in self.traces:
             # As many samples as a data rank has if all ranks are data ranks. Most plans compute about as many at once.
             samples = min(problem.global_batch, max(2, problem.global_batch // problem.world_size))
@@ -216,9 +217,6 @@ class Search:
             if self.facts is not None:
                 problem = self.problem = replace(problem, parameters=self.facts.parameters)
             self.traces[BASE] = run_trace(problem, BASE, samples, self._equal_blocks)
-        if self.facts is not None:
-            problem = self.problem = replace(problem, mixtures=self.facts.mixtures)
-        listed, self.refused = candidates(problem)
         listed = self._with_enough_units(listed)
         self._predictions = Predictions(problem, self.traces, self.facts)
         self.considered = [CandidateState(candidate, self._predictions.of(candidate)) for candidate in listed]
@@ -313,8 +311,7 @@ class Search:
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
         self.estimates += 1
         plan, samples = one.plan, self.traces[BASE].samples
-        if plan.ep == 1:  # else the table leaves experts whole, and is searched for by the estimate
-            search_table(self.problem, plan.tp, samples, self._equal_blocks, sequence_parallel=plan.sequence_parallel)
+        search_table(self.problem, plan.tp, samples, self._equal_blocks, sequence_parallel=plan.sequence_parallel)
         try:
             one.estimate = self.problem.estimate(one.plan, stop_above=self.problem.memory)
         except REFUSALS as error:
@@ -380,7 +377,7 @@ def predict_from_few_blocks(problem: SearchProblem, plan: Plan, blocks: Sequence
     Raises:
         Exception: a model that needs all of its blocks may raise anything.
     """
-    few, more = problem.for_plan(plan).with_few_blocks(
+    few, more = problem.with_few_blocks(
         partial(_estimated, plan), blocks, plan.tp, sequence_parallel=plan.sequence_parallel
     )
 

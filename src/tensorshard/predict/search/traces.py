@@ -161,7 +161,7 @@ def _alone(problem: SearchProblem, key: TraceKey) -> Plan:
     """The plan of one data rank for a trace, without a pipeline."""
     alone: dict[str, Any] = dict.fromkeys(("pp_split", "pp_stages_per_rank", "pp_units"), None)
     alone |= {"dp_replicate": 1, "dp_shard": 1, "pp": 1, "pp_schedule": "1f1b", "zero": 0, "micro_batches": 1}
-    alone |= {"ep": 1, "offload": None, **key._asdict()}
+    alone |= {"offload": None, **key._asdict()}
     if key.tp == 1:
         alone["tp_plan"] = None
     if key.cp == 1:

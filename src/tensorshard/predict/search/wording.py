@@ -11,7 +11,7 @@ from tensorshard.predict.step_time import BUBBLE, COMMUNICATION, OFFLOAD
 _LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}
 _WORTH_SAYING = 0.02
 # The order in which rejected values of fields are listed.
-_TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "cp", "pp", "dp_replicate", "ep", "offload")
+_TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "cp", "pp", "dp_replicate", "offload")
 
 
 def plan_words(plan: Plan) -> str:
