@@ -3,10 +3,10 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from benchmarks.harness.ranks import run_ranks
 
@@ -32,12 +32,18 @@ def run_job(
 
 
 def load_job(job_file: Path, kind: type[_Job]) -> _Job:
-    """Reads the job, of class `kind`, that :func:`run_job` wrote, with the dataclasses in it, such as its work."""
+    """Reads the job, of class `kind`, that :func:`run_job` wrote, with the dataclasses in it, such as its work. Of
+    several that a field may be, it is the one with these fields."""
     types = get_type_hints(kind)
     content = json.loads(job_file.read_text())
-    return kind(
-        **{name: types[name](**value) if is_dataclass(types[name]) else value for name, value in content.items()}
-    )
+    return kind(**{name: _made(value, get_args(types[name]) or (types[name],)) for name, value in content.items()})
+
+
+def _made(value: Any, kinds: Sequence[Any]) -> Any:
+    for kind in filter(is_dataclass, kinds):
+        if isinstance(value, dict) and {field.name for field in fields(kind)} == value.keys():
+            return kind(**value)  # type: ignore[operator]
+    return value
 
 
 def hand_in(job_file: Path, rank: int, outcome: Mapping[str, Any]) -> NoReturn:

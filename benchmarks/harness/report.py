@@ -76,7 +76,10 @@ def _cells(row: Row, quantities: Sequence[Quantity]) -> list[str]:
         return [row.contender, row.note]
     cells = [row.contender]
     for quantity in quantities:
-        value = row.values[quantity.key]
+        value = row.values.get(quantity.key)
+        if value is None:
+            cells.append("")
+            continue
         cell = format_value(value.median, quantity.unit)
         if value.ratio is not None and quantity.is_compared:
             cell += f"  {value.ratio:.2f}x"

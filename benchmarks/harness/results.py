@@ -114,7 +114,7 @@ def make_rows(
         Row(
             contender=name,
             ours=name in ours,
-            values={key: values[name] for key, values in comparisons.items()},
+            values={key: values[name] for key, values in comparisons.items() if name in values},
             loss=(losses or {}).get(name),
         )
         for name in contenders

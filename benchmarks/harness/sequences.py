@@ -1,9 +1,10 @@
-"""Measures training on long sequences: the side that starts the ranks and reads the outcome."""
+"""Measures steps on long sequences, and of mixtures of experts: what starts the ranks and reads the outcome."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.experts import MixtureWork
 from benchmarks.harness.contender import Contender
 from benchmarks.harness.jobs import run_job
 from benchmarks.harness.layers import EXACT_MEMORY
@@ -24,7 +25,7 @@ class SequenceJob:
         expected: the first loss. None: it is not compared.
     """
 
-    work: SequenceWork
+    work: SequenceWork | MixtureWork
     builders: dict[str, tuple[str, dict[str, Any]]]
     rounds: int
     expected: float | None = None
@@ -40,7 +41,7 @@ class SequenceMeasurement:
         cpu_seconds: of each round, of all ranks together.
         peak_bytes: most resident memory during the steps beyond that before the model was built, of the rank that has
             the most.
-        received_bytes: that attention received in a step, the mean over ranks.
+        received_bytes: that attention, or the experts, received in a step, the mean over ranks.
     """
 
     loss: float = 0.0
@@ -51,7 +52,7 @@ class SequenceMeasurement:
 
 
 def measure_sequences(
-    work: SequenceWork,
+    work: SequenceWork | MixtureWork,
     contenders: Sequence[Contender],
     world_size: int,
     *,

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         for ranks in arguments.ranks or DEGREES:
             with console.status(f"{name} experts, {ranks} ranks"):
                 group = measure(name, ranks, rounds)
-            print_group(console, group, [q for q in QUANTITIES if q.key in group.rows[0].values])
+            print_group(console, group, QUANTITIES)
             if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
                 write_results(console, "experts", QUANTITIES, [group])
     return 0
