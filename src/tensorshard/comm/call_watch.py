@@ -44,6 +44,7 @@ _STOPPED = 5  # looks without news, until a process of this machine that the sys
 _SILENT = 20  # looks without news, until a rank of another machine counts as lost
 _DEADLOCK = 12  # looks, until ranks that all wait in different collectives of one group are ended
 _CAUSE_CHARACTERS = 500
+_LAST_WORDS = timedelta(seconds=2)  # that a rank takes at most to say that it ends
 _ALARM = "alarm"
 _TAG = 0x7453_6842  # of a message that nobody sends
 _NO_END = " could not end: "  # between a call and its cause
@@ -122,6 +123,7 @@ class CallWatch:
         self._alarmed = False
         self._asked = 0  # looks in a row at which this process was asked to end
         self._store: Any = None
+        self._written: dict[str, Any] = {}  # what the store has of this rank
         if not enabled:
             return
         self._thread = threading.get_ident()
@@ -134,7 +136,7 @@ class CallWatch:
         stop = threading.Event()
         thread = threading.Thread(target=_look, args=(weakref.ref(self), stop, pause), daemon=True, name="call watch")
         thread.start()
-        weakref.finalize(self, _end, stop, thread, self._store, self._rank)
+        weakref.finalize(self, _end, stop, thread, self._store, store, self._rank, self._written)
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
@@ -372,6 +374,7 @@ class CallWatch:
         }  # fmt: skip
         with suppress(RuntimeError):  # the store is gone
             self._store.set(str(self._rank), json.dumps(state))
+            self._written.update(state)
 
     def _read(self) -> dict[int, Any]:
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -427,14 +430,18 @@ def _look(watch: "weakref.ref[CallWatch]", stop: threading.Event, pause: float) 
         del found
 
 
-def _end(stop: threading.Event, thread: threading.Thread, store: Any, rank: int) -> None:
+def _end(
+    stop: threading.Event, thread: threading.Thread, store: Any, of_world: Any, rank: int, written: Mapping[str, Any]
+) -> None:
     """The last words of a rank: it ends, or its Engine is gone."""
     stop.set()
     if thread is not threading.current_thread():
         thread.join(2.0)  # it must not use the store while the interpreter is finalized
+    if dist.is_initialized() and default_store() is not of_world:  # another world has begun, and nobody reads this one
+        return
     with suppress(RuntimeError):
-        state = json.loads(store.get(str(rank)))
-        store.set(str(rank), json.dumps({**state, "ended": True}))
+        store.set_timeout(_LAST_WORDS)  # where the world is over, its store may be gone
+        store.set(str(rank), json.dumps({**written, "ended": True}))
 
 
 def _listed(ranks: Sequence[int]) -> str:

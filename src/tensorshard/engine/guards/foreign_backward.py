@@ -121,8 +121,19 @@ class ForeignBackwards:
 def watch_output(output: Any, inputs: Any, called: Callable[[PartOfGraph], None]) -> None:
     """Calls `called` in each backward through a tensor of `output`."""
     for leaf in _with_graph(output):
-        part = PartOfGraph(leaf, inputs)
-        leaf.register_hook(lambda _, part=part: called(part))
+        leaf.register_hook(_Notice(called, PartOfGraph(leaf, inputs)))
+
+
+class _Notice:
+    """A hook that only has to run when backward begins."""
+
+    takes_gradient = False
+
+    def __init__(self, called: Callable[[PartOfGraph], None], part: PartOfGraph) -> None:
+        self._called, self._part = called, part
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self._called(self._part)
 
 
 def _with_graph(output: Any) -> Iterable[torch.Tensor]:

@@ -121,9 +121,10 @@ class LinearLogits(Form):
         return replace(self, bias=own if self.bias is None else self.bias + own)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """FSDP's hook only needs to run when backward begins. Any other gets the logits' gradient, so they are
-        computed."""
-        if not is_pre_backward_hook(hook) or not self.features.requires_grad:
+        """FSDP's hook, and one that says so by ``takes_gradient = False``, only needs to run when backward begins. Any
+        other gets the logits' gradient, so they are computed."""
+        takes_gradient = getattr(hook, "takes_gradient", not is_pre_backward_hook(hook))
+        if takes_gradient or not self.features.requires_grad:
             return NotImplemented
         return self.features.register_hook(hook)
 

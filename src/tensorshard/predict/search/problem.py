@@ -98,7 +98,7 @@ class SearchProblem:
     def plan(self, **chosen: Any) -> Plan:
         """The Plan with the `chosen` fields and the fixed ones. A fixed field wins."""
         fixed = dict(self.fixed)
-        if chosen["cp"] == 1 == fixed.get("cp", 1):  # how sequences are split says nothing where they are not
+        if chosen.get("cp", 1) == 1 == fixed.get("cp", 1):  # how sequences are split says nothing where they are not
             fixed |= {"cp_dims": None, "cp_order": "auto"}
         return Plan(**{**chosen, **fixed})
 
