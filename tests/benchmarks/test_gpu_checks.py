@@ -45,7 +45,7 @@ def test_checks_run_on_the_processor(monkeypatch, capsys, tmp_path, kind, names)
     assert [verdict["name"] for verdict in found["checks"]] == list(names or checks)
     for verdict in found["checks"]:
         assert verdict["verdict"] == ("ok" if checks[verdict["name"]].on_cpu else "skipped")
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert "nothing wrong" in capsys.readouterr().out
 
 

@@ -230,7 +230,8 @@ def test_a_model_that_cannot_be_smaller_keeps_its_size_and_says_so() -> None:
     small = shrink(Full(), PLAN, torch.ones(4, 8), torch.ones(4, 8))
     assert small.said[0] == "all 9 blocks" and len(_assert_runs(small).layers) == 9
     small = shrink(Full(), PLAN, torch.ones(4, 9), torch.ones(4, 8))
-    assert small.said[-1].startswith("nothing was made smaller: a forward fails (RuntimeError: mat1 and mat2")
+    (said,) = small.said[-1:]
+    assert said.startswith("nothing was made smaller: a forward fails (RuntimeError: ") and "mat1 and mat2" in said
 
 
 def test_modules_that_a_plan_names_stay() -> None:

@@ -104,7 +104,7 @@ def is_of_transformers(module: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
 
 
-# unpickling could otherwise run any code that a stranger put into the file.
+# Unpickling could otherwise run any code that a stranger put into the file.
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
@@ -159,6 +159,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # as Python 3.13 calls it
+            module = "pathlib"
         if (module, name) in _ALLOWED or (module == "torch" and name in DTYPES):
             return super().find_class(module, name)
         raise ValueError(
