@@ -208,7 +208,7 @@ def _scheduler(engine: Engine, given: Any, settings: Mapping[str, Any]) -> Any:
         return given(engine.optimizer)
     if not options:
         return None
-    from tensorshard.trainer.schedulers import warmup_decay  # a room above this one has the schedules
+    from tensorshard.trainer.schedulers import warmup_decay
 
     total = options.pop("total_steps")
     return warmup_decay(engine.optimizer, total_steps=total if isinstance(total, int) else 2**62, **options)
