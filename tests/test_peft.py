@@ -210,7 +210,7 @@ def alone(kind: str) -> tuple[list[float], nn.Module, dict[str, torch.Tensor]]:
 
 
 # What no plan can split along a sequence is refused by name.
-WITHOUT_SEQUENCES = ("Conv1D", "experts", "prefix", "merged")
+WITHOUT_SEQUENCES = ("experts", "prefix")
 
 
 @pytest.mark.fast_cases("linear-zero3", "experts-zero1", "IA3-tp", "several-pp")

@@ -88,3 +88,41 @@ def test_inputs_are_followed_until_a_layer():
     assert region.columns == ("inner.up", "mix") and region.rows == ("inner.down",)
     found = {key: sorted(argument.origins) for key, argument in flow.arguments["inner"].items()}
     assert found == {"x": [0], "bias": [1], "mixed": []}
+
+
+class Adapted(nn.Module):
+    """A linear layer with two low-rank pairs of which one is in use, as peft names them."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = inner
+        sizes = inner.in_features, inner.out_features
+        self.lora_A = nn.ModuleDict({key: nn.Linear(sizes[0], 2, bias=False) for key in ("default", "unused")})
+        self.lora_B = nn.ModuleDict({key: nn.Linear(2, sizes[1], bias=False) for key in ("default", "unused")})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class AdaptedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(nn.Linear(WIDTH, INNER)), Adapted(nn.Linear(INNER, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_a_low_rank_pair_is_split_with_its_layer_and_never_by_its_rank():
+    model = nn.Sequential(AdaptedMlp(), AdaptedMlp())
+    found = find_tensor_plan(model, 2, inputs=torch.zeros(2, 4, WIDTH))
+    assert found.plan.to_dict() == {
+        "*.up.base_layer": "colwise",
+        "*.up.lora_B.default": "colwise",
+        "*.up.lora_B.unused": "colwise",
+        "*.down.base_layer": "rowwise",
+        "*.down.lora_A.default": "rowwise",
+        "*.down.lora_A.unused": "rowwise",
+    }
+    reason = "half of a low-rank pair beside down.base_layer, of which the other half is split"
+    assert found.whole["*.down.lora_B.default"] == reason

@@ -10,6 +10,7 @@ from torch import nn
 
 from tensorshard.model.special_layers import find_experts
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow
+from tensorshard.tensor_parallel.search.low_rank import low_rank_pairs
 from tensorshard.tensor_parallel.search.proposals import Proposal, expert_styles, proposals, shared_proposals
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import ColwiseGather, Style
@@ -41,11 +42,13 @@ class BlockSearch:
         split: what can be split.
         whole: why the other linear layers and convolutions stay whole.
         ends: those of them whose outputs no other layer takes as input.
+        narrow: those of them that are halves of low-rank pairs, beside layers that are split.
     """
 
     split: list[SplitRegion] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
     ends: list[str] = field(default_factory=list)
+    narrow: list[str] = field(default_factory=list)
 
     def styles(self) -> dict[str, Style]:
         """The styles of all that is split, in one table. What several regions divide is divided once."""
@@ -107,6 +110,10 @@ def search_block(
             result.whole[name] = reasons.get(name, unused if name in flow.called else "it is not called as a module")
             if name not in taken and name in flow.called:
                 result.ends.append(name)
+    for name, layer in (flow.low_rank.first | flow.low_rank.second).items():
+        if layer in used and name not in used:
+            result.narrow.append(name)
+            result.whole[name] = f"half of a low-rank pair beside {layer}, of which the other half is split"
     for name, experts in find_experts(block).items():
         outcome = _split_experts(name, experts, check)
         if isinstance(outcome, str):
@@ -271,11 +278,12 @@ def undivided_heads(block: nn.Module, layers: Iterable[str], size: int) -> str |
     """
     counts: dict[str, int] = {}
     by_layer: dict[str, int] = {}
+    pairs = low_rank_pairs(block)
     for layer in layers:
-        owner = layer.rpartition(".")[0]
+        owner = pairs.owner_of(layer)
         named = _head_counts(owner, block.get_submodule(owner))
         counts |= named
-        by_layer |= {} if named else _heads_of_layer(block, layer)
+        by_layer |= {} if named or layer in pairs.second else _heads_of_layer(block, layer, owner)
     wrong = [f"{name} is {count}" for name, count in counts.items() if count % size]
     for count in sorted({count for count in by_layer.values() if count % size}):
         those = [layer for layer, heads in by_layer.items() if heads == count]
@@ -298,11 +306,11 @@ def _head_counts(name: str, module: nn.Module) -> dict[str, int]:
     return {prefix + key: count for key, count in known.items() if not any(p in key for p in (*_WIDTHS, *_NEITHER))}
 
 
-def _heads_of_layer(block: nn.Module, layer: str) -> dict[str, int]:
+def _heads_of_layer(block: nn.Module, layer: str, owner: str) -> dict[str, int]:
     """The number of heads that a layer's output features show, if only the width of a head is known."""
     described = as_splittable(block.get_submodule(layer))
-    owner = block.get_submodule(layer.rpartition(".")[0])
-    widths = [w for key, w in _named_heads(vars(owner)).items() if any(part in key for part in _WIDTHS)]
+    sizes = _named_heads(vars(block.get_submodule(owner)))
+    widths = [w for key, w in sizes.items() if any(part in key for part in _WIDTHS)]
     if described is None or described.kind != "linear" or len(widths) != 1 or described.outputs % widths[0]:
         return {}
     return {layer: described.outputs // widths[0]}

@@ -19,6 +19,7 @@ from tensorshard.common.dotted_names import join_names
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import tensor_leaves
+from tensorshard.tensor_parallel.search.low_rank import LowRankPairs, low_rank_pairs
 from tensorshard.tensor_parallel.table.layer_kinds import (
     as_channelwise,
     as_splittable,
@@ -44,6 +45,7 @@ class Region:
             has a part of its gradient. In latent attention, the rotated keys come from such a layer.
         fed: columns that read the output of the layers in `entered`.
         sources: the columns of each row, in the order of the rows.
+        added: columns that are the second half of a low-rank pair, each with the column that it is added to.
     """
 
     columns: tuple[str, ...]
@@ -54,6 +56,7 @@ class Region:
     entered: tuple[str, ...] = ()
     fed: tuple[str, ...] = ()
     sources: tuple[tuple[str, ...], ...] = ()
+    added: tuple[tuple[str, str], ...] = ()
 
     @property
     def first_columns(self) -> tuple[str, ...]:
@@ -87,6 +90,7 @@ class Dataflow:
         numbers: for each module, the whole-number attributes that its forward reads (``config.name`` for those of its
             config).
         arguments: for each module, the tensors among the arguments of its first call, by name.
+        low_rank: its low-rank pairs.
     """
 
     regions: list[Region]
@@ -94,6 +98,7 @@ class Dataflow:
     inputs: list[tuple[str, ...]]
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
     arguments: dict[str, dict[str, Argument]] = field(default_factory=dict)
+    low_rank: LowRankPairs = field(default_factory=LowRankPairs)
 
 
 def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Container[str] = ()) -> Dataflow:
@@ -116,7 +121,9 @@ def follow(block: nn.Module, call: BlockCall, whole: set[str], columns: Containe
         numbers.update(read)
 
     sources = follow_run(block, (call.args, call.kwargs), watch, run)
-    return Dataflow(sources.regions(), sources.called, sources.shared_inputs(), numbers, sources.arguments)
+    return Dataflow(
+        sources.regions(), sources.called, sources.shared_inputs(), numbers, sources.arguments, sources.low_rank
+    )
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ class _LayerSources(Provenance[_Source]):
     ) -> None:
         super().__init__(fake)
         self._columns = columns
+        self.low_rank = low_rank_pairs(block)
         for name, parameter in block.named_parameters():
             self.set(parameter, [_Source("parameter", name)])
         for index, tensor in enumerate(inputs):
@@ -187,7 +195,9 @@ class _LayerSources(Provenance[_Source]):
             if layer is not None:
                 kind = "own linear" if layer.kind == "linear" and layer.own_forward else layer.kind
                 module.register_forward_pre_hook(self._entered(name, kind))
-                module.register_forward_hook(self._left(name, name not in whole and layer.kind != "head"))
+                pair_of = self.low_rank.second.get(name, name)
+                may_start = pair_of not in whole and layer.kind != "head" and name not in self.low_rank.first
+                module.register_forward_hook(self._left(name, may_start or pair_of in columns))
 
     def _entered(self, name: str, kind: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -228,11 +238,20 @@ class _LayerSources(Provenance[_Source]):
     def _left(self, name: str, may_start: bool) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._inside.pop()
-            starts = name in self._columns or (may_start and name not in self._consumers)
+            starts = may_start and self._starts(name)
             for tensor in tensor_leaves(output):
                 self.set(tensor, [_Source("layer" if starts else "full", name)])
 
         return hook
+
+    def _starts(self, name: str) -> bool:
+        """Whether a region begins with `name`. The second half of a low-rank pair is split as its layer is."""
+        if name in self.low_rank.second:
+            layer = self.low_rank.second[name]
+            alike = [layer, *(first for first, other in self.low_rank.first.items() if other == layer)]
+        else:
+            alike = [name]
+        return alike[0] in self._columns or not any(layer in self._consumers for layer in alike)
 
     def follow(self, operation: Operation) -> None:
         if self._inside:
@@ -284,18 +303,24 @@ class _LayerSources(Provenance[_Source]):
         return attentions + [self._region(columns, rows) for columns, rows in merged]
 
     def _region(self, columns: set[str], rows: list[str]) -> Region:
+        # What the run did not call (an adapter that is not active) is split as what it will be added to.
+        pairs = self.low_rank
+        columns = columns | {n for n, layer in pairs.second.items() if layer in columns and n not in self.called}
+        unused = {n: layer for n, layer in pairs.first.items() if layer in rows and n not in self.called}
+        sources = [self._consumers[unused.get(row, row)] for row in (*rows, *unused)]
         entered = tuple(name for name, met in self._met_full.items() if met & columns)
         between = [name for name, met in self._met.items() if met & columns]
         between += [name for name, met in self._met_by_full.items() if met & set(entered)]
         return Region(
             tuple(sorted(columns)),
-            tuple(rows),
+            (*rows, *unused),
             tuple(dict.fromkeys(between)),
             tuple(index for index, met in self._met_inputs.items() if met & columns),
             tuple(name for name, met in self._channelwise.items() if met & columns),
             entered,
             tuple(name for name in sorted(columns) if self._fed.get(name, frozenset()) & set(entered)),
-            tuple(tuple(sorted(self._consumers[row])) for row in rows),
+            tuple(tuple(sorted(source)) for source in sources),
+            tuple((name, layer) for name, layer in pairs.second.items() if {name, layer} <= columns),
         )
 
 

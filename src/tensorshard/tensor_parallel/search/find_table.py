@@ -130,11 +130,12 @@ def _find(model: nn.Module, size: int, inputs: Any, sequence_parallel: bool) -> 
     for name, search in searches.items():
         styles.update({first[join_names(name, key)]: style for key, style in search.styles().items()})
         whole.update({first[join_names(name, key)]: reason for key, reason in search.whole.items()})
+    narrow = {first[join_names(name, layer)] for name, search in searches.items() for layer in search.narrow}
     ends = {join_names(name, layer) for name, search in searches.items() for layer in search.ends}
     single = OuterLayersCheck(model, run.inputs, size)
     outer, outer_whole = split_outer_layers(model, list(units), size, run.capture, styles, ends, single)
     styles.update(outer)
-    unpaired, unpaired_whole = split_unpaired_layers(model, size, run.capture, styles, single)
+    unpaired, unpaired_whole = split_unpaired_layers(model, size, run.capture, {*styles, *narrow}, single)
     styles.update(unpaired)
     gathered = gather_parameters(model, size, run.capture, styles)
     styles.update(gathered)
@@ -187,7 +188,7 @@ def _search_all(
         search = known[kind]
         if isinstance(search, str):
             unexamined[name], search = search, BlockSearch()
-        searches[name] = BlockSearch(list(search.split), dict(search.whole), list(search.ends))
+        searches[name] = replace(search, split=list(search.split), whole=dict(search.whole), ends=list(search.ends))
     return searches, unexamined
 
 
@@ -340,12 +341,13 @@ def split_outer_layers(
 
 
 def split_unpaired_layers(
-    model: nn.Module, size: int, capture: Capture, taken: Mapping[str, Style], check: OuterLayersCheck
+    model: nn.Module, size: int, capture: Capture, taken: Container[str], check: OuterLayersCheck
 ) -> Found:
-    """Splits convolutions and linear layers that have no style among `taken`, those so far.
+    """Splits convolutions and linear layers that are not `taken`.
 
     Args:
         capture: what a run of the model showed of its parameters.
+        taken: the layers that are split so far, and those that are too narrow for it.
         check: compares layers that have their own forwards.
     """
     least = _WORTHWHILE_SHARE * sum(p.numel() for p in model.parameters())

@@ -81,7 +81,7 @@ def proposals(
         return
     numbers = _owned_numbers(region, flow)
     divisible = [(owner, name) for owner, name, value in numbers if value % size == 0]
-    packings = list(_packings(block, region, sorted({value for _, _, value in numbers})))
+    packings = list(_with_added(region, _packings(block, region, sorted({value for _, _, value in numbers}))))
     slicings = _input_slicings(region, inputs, size, provided)
     modules = _channelwise_modules(block, region, size)
     between = _between_styles(block, region, modules)
@@ -91,7 +91,7 @@ def proposals(
         most_attributes, most_tries = _MOST_ATTRIBUTES_OF_CONVOLUTIONS, _MOST_TRIES_OF_CONVOLUTIONS
         between.reverse()  # here a parameter with a value per channel is most likely to be cut
     tries = 0
-    for chosen in _ways_to_divide(divisible, (_owner_of(region), RESHAPE_SIZES), most_attributes):
+    for chosen in _ways_to_divide(divisible, (_owner_of(region, flow), RESHAPE_SIZES), most_attributes):
         ways = [(slicing, chosen) for slicing in slicings]
         ways += [({}, (*chosen, cut)) for cut in _cut_arguments(region, flow, chosen, numbers, provided)]
         ways += [({}, (*chosen, cut)) for cut in arguments_by_head]
@@ -138,9 +138,14 @@ def _ways_to_divide(
         yield from combinations(attributes, count)
 
 
-def _owner_of(region: Region) -> str:
+def _owner_of(region: Region, flow: Dataflow) -> str:
     """The module whose forward calls the region's columns."""
-    return region.columns[0].rpartition(".")[0]
+    return flow.low_rank.owner_of(region.columns[0])
+
+
+def _with_added(region: Region, packings: Iterable[dict[str, Style]]) -> Iterator[dict[str, Style]]:
+    """`packings`, in which what is added to a column is packed as that column."""
+    return ({**packing, **{name: packing[layer] for name, layer in region.added}} for packing in packings)
 
 
 def _has_convolutions(block: nn.Module, region: Region) -> bool:
@@ -221,7 +226,7 @@ def _arguments_by_head(
     These are learned ones (a bias of relative positions, say). A mask is mostly the same for all heads.
     """
     learned = {index for index in region.inputs if index not in provided and inputs[index].requires_grad}
-    owner = _owner_of(region)
+    owner = _owner_of(region, flow)
     for key, argument in flow.arguments.get(owner, {}).items():
         if argument.origins & learned:
             for dim, length in enumerate(argument.shape[:-2]):
@@ -246,7 +251,8 @@ def _packings(block: nn.Module, region: Region, numbers: list[int]) -> Iterator[
     """Styles of the columns: unpacked, then 2 or 3 equal parts, then query, key and value by their numbers of heads."""
     yield dict.fromkeys(region.columns, COLWISE)
     outputs = {name: layer.outputs for name in region.columns if (layer := as_splittable(block.get_submodule(name)))}
-    linear = [name for name in region.columns if not isinstance(block.get_submodule(name), nn.Embedding)]
+    added = dict(region.added)
+    linear = [n for n in region.columns if n not in added and not isinstance(block.get_submodule(n), nn.Embedding)]
     for parts in (2, 3):
         if all(outputs[name] % parts == 0 for name in linear):
             packed = dict.fromkeys(linear, PackedColwise((parts,)))
@@ -335,7 +341,7 @@ def shared_proposals(block: nn.Module, region: Region, flow: Dataflow, size: int
     rows = dict.fromkeys(region.rows, ROWWISE)
     tries = 0
     for heads in counts:
-        packings = list(_shared_packings(block, region, heads, size, known))
+        packings = list(_with_added(region, _shared_packings(block, region, heads, size, known)))
         options = list(_ways_to_divide_shared(numbers, heads, size)) if packings else []
         for count in range(_MOST_ATTRIBUTES + 1):
             for chosen in combinations(options, count):
@@ -359,7 +365,8 @@ def _shared_packings(
     block: nn.Module, region: Region, heads: int, size: int, numbers: set[int]
 ) -> Iterator[dict[str, Style]]:
     """Styles of the columns: those narrower than the widest share heads; in a fused one, its end does."""
-    described = {name: as_splittable(block.get_submodule(name)) for name in region.columns}
+    added = dict(region.added)
+    described = {name: as_splittable(block.get_submodule(name)) for name in region.columns if name not in added}
     outputs = {name: layer.outputs for name, layer in described.items() if layer and layer.kind == "linear"}
     narrow = [name for name, width in outputs.items() if width < max(outputs.values())]
     columns = dict.fromkeys(region.columns, COLWISE)

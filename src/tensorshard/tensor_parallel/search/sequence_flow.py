@@ -11,6 +11,7 @@ from tensorshard.common.dotted_names import join_names
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import storage_key, tensor_leaves
+from tensorshard.tensor_parallel.search.low_rank import LowRankPairs, low_rank_pairs
 from tensorshard.tensor_parallel.table.layer_kinds import (
     as_splittable,
     is_convolution,
@@ -40,6 +41,7 @@ class StreamFlow:
         beside: for each module, the indices of its other tensor inputs that may have gradients.
         partial: parameters that are applied to it.
         outputs: the shapes of the block's tensor outputs that belong to the stream, by index.
+        low_rank: the block's low-rank pairs.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -52,6 +54,7 @@ class StreamFlow:
     beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial: dict[str, None] = field(default_factory=dict)
     outputs: dict[int, torch.Size] = field(default_factory=dict)
+    low_rank: LowRankPairs = field(default_factory=LowRankPairs)
 
     def outputs_of(self, dim: int, length: int) -> tuple[int, ...]:
         """Indices of the outputs that are as long as the sequence."""
@@ -92,7 +95,7 @@ class _StreamSources(Provenance[str]):
         self, fake: FakeTensorMode, block: nn.Module, styles: Mapping[str, Style], start: torch.Tensor
     ) -> None:
         super().__init__(fake)
-        self.flow = StreamFlow()
+        self.flow = StreamFlow(low_rank=low_rank_pairs(block))
         self._styles = styles
         for name, parameter in block.named_parameters():
             self.set(parameter, [name])
@@ -124,7 +127,7 @@ class _StreamSources(Provenance[str]):
             self._inside_column += 1
             if self.holds(args[0]) and name not in self.flow.columns:
                 self.flow.columns.append(name)
-            owner = name.rpartition(".")[0]
+            owner = self.flow.low_rank.owner_of(name)
             for index, key in self._given.get(owner, {}).items():
                 if key == storage_key(args[0]):
                     self.flow.direct.setdefault(owner, {})[index] = None

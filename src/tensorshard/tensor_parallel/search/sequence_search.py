@@ -83,6 +83,7 @@ def find_sequence_splits(
     reasons = {starred(name): reason for name, reason in refused.items()}
     if not splits:
         why = "\n".join(f"  {name or type(model).__name__}: {reason}" for name, reason in reasons.items())
+        why = why or "  none of its blocks runs alone, on random numbers"
         raise NoSequenceParallelError(
             f"sequence_parallel=True: no block of this {type(model).__name__} can be split along a sequence:\n{why}\n"
             f"set sequence_parallel=False"
@@ -223,8 +224,8 @@ def _plain_ways(
     of it. Last, split ``nn.MultiheadAttention`` modules, or all that is not split, run on the whole of it too.
     """
     length = shape[dim]
-    unsplit = list(_owners(flow.unsplit))
-    with_attentions = list(_owners([*flow.unsplit, *(join_names(name, "out_proj") for name in flow.attentions)]))
+    unsplit = list(_owners(flow, flow.unsplit))
+    with_attentions = list(_owners(flow, [*flow.unsplit, *(join_names(name, "out_proj") for name in flow.attentions)]))
     for around in _distinct([], unsplit, with_attentions, [*dict.fromkeys([*unsplit, *_unsplit_parts(block, styles)])]):
         whole = {}
         for owner in around:
@@ -243,7 +244,7 @@ def _plain_ways(
         }
         if not all(attentions.values()):
             continue
-        owners = {o: names for o, names in _owners(flow.columns).items() if not is_inside(o, whole)}
+        owners = {o: names for o, names in _owners(flow, flow.columns).items() if not is_inside(o, whole)}
         choices = []
         for owner in owners:
             leaves = leaves_as_long(flow.entries.get(owner, {}), dim, length)
@@ -271,11 +272,11 @@ def _distinct(*lists: Sequence[str]) -> list[Sequence[str]]:
     return [names for index, names in enumerate(lists) if names not in lists[:index]]
 
 
-def _owners(layers: Sequence[str]) -> dict[str, list[str]]:
-    """Layers, grouped by the module that they are in."""
+def _owners(flow: StreamFlow, layers: Sequence[str]) -> dict[str, list[str]]:
+    """Layers, grouped by the module that they are in. A layer with its low-rank pairs counts as one."""
     owners: dict[str, list[str]] = {}
     for name in layers:
-        owners.setdefault(name.rpartition(".")[0], []).append(name)
+        owners.setdefault(flow.low_rank.owner_of(name), []).append(name)
     return owners
 
 
