@@ -31,6 +31,7 @@ from tensorshard.data import StdlibText, write_token_file
 # Pages with Python code, and on how many ranks it runs.
 RANKS = {
     "README.md": 2,
+    "docs/adapters.md": 2,
     "docs/axes.md": 1,
     "docs/context-parallelism.md": 1,
     "docs/expert-parallelism.md": 1,
@@ -50,6 +51,7 @@ RANKS = {
     "docs/planning.md": 1,
     "docs/pretrained.md": 4,
     "docs/quickstart.md": 4,
+    "docs/several-models.md": 2,
     "docs/tensor-parallelism.md": 2,
     "docs/torchshard.md": 2,
     "docs/training.md": 1,
