@@ -109,7 +109,7 @@ class CellRunner:
         return cell
 
     def _run(self, case: Case, plan: PlanCase, with_samples: bool) -> Cell:
-        if plan.key == "bf16":
+        if "precision" in plan.fields:
             return self._run_bf16(case, plan)
         expected = self._reference(case, plan.micro_batches, "float32")
         if isinstance(expected, Failure):

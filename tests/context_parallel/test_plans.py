@@ -34,6 +34,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-cp2-activations": ("gpt", 2, dict(cp=2, recompute="full", offload=ts.Offload(activations="cpu"))),
     "gpt-cp2-tp2-zero3": ("gpt_101", 4, dict(cp=2, tp=2)),
     "gpt-cp2-tp2-sequences": ("gpt_101", 4, dict(cp=2, tp=2, sequence_parallel=True)),
+    "llama-cp2-tp2-sequences-zigzag-full": (
+        "llama",
+        4,
+        dict(cp=2, tp=2, sequence_parallel=True, cp_order="zigzag", recompute="full"),
+    ),
+    "vit-cp2-tp2-sequences": ("vit", 4, dict(cp=2, tp=2, sequence_parallel=True)),
+    "hf_bert-cp2-tp2-sequences": ("hf_bert", 4, dict(cp=2, tp=2, sequence_parallel=True, zero=1)),
+    "gpt-cp2-pp2-tp2-sequences": ("gpt_101", 8, dict(cp=2, pp=2, tp=2, sequence_parallel=True, micro_batches=2)),
     "gpt-cp2-tp2-micro2-full": ("gpt_101", 4, dict(cp=2, tp=2, zero=0, micro_batches=2, recompute="full")),
     "gpt-cp2-zigzag": ("gpt", 2, dict(cp=2, cp_order="zigzag", micro_batches=2)),
     "gpt-cp4-zigzag-full": ("gpt", 4, dict(cp=4, cp_order="zigzag", recompute="full")),
@@ -78,6 +86,28 @@ def test_fp32_is_exact(ranks, case):
     for other in found[1:]:
         assert other["losses"] == found[0]["losses"]
         assert other["norms"] == found[0]["norms"]
+
+
+def _positions_held(fields: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """How many positions the norms of blocks are given, and which operations needed whole sequences."""
+    engine = parity.make_engine("gpt_101", fields)
+    held = []
+    for name, module in engine.model.named_modules():
+        if isinstance(module, nn.LayerNorm) and name.startswith("blocks."):
+            module.register_forward_pre_hook(lambda _, inputs: held.append(inputs[0].local.shape[1]))
+    engine.step(*parity.shard(engine, *parity.batch("gpt_101", 0)))
+    return held, [operation for operation, _ in engine.sharded.sequences.gathered_operations]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_sequence_parallelism_cuts_what_a_rank_holds_once_more(ranks, order):
+    length = parity.batch("gpt_101", 0)[0].shape[1]
+    found = ranks(4, _positions_held, dict(cp=2, tp=2, sequence_parallel=True, cp_order=order))
+    assert not any(gathered for _, gathered in found)
+    for held, _ in found:
+        assert len(held) == 4 and max(held) <= -(-length // 4)
+    assert sum(held[0] for held, _ in found) == length
 
 
 def _own_loop(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -37,6 +37,9 @@ from tensorshard.comm.sharded_tensors import check_tensor, local_of, refuse_dten
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 
 
+# Of functions along a dimension that context parallelism cuts, `joins_positions` says whether they join parts or cut.
+
+
 def _along_another_dimension(tensor: Any, dim: int, *_: Any) -> bool:
     """Whether a sequence that context parallelism cuts is cut along another dimension than `dim`."""
     return bool(tensor.split_dim != dim % tensor.ndim)
@@ -72,6 +75,7 @@ class _Reduce(Function):
 
 class _Scatter(Function):
     acts_on_parts = staticmethod(_along_another_dimension)
+    joins_positions = False
 
     @staticmethod
     def forward(
@@ -93,6 +97,7 @@ class _Scatter(Function):
 
 class _Gather(Function):
     acts_on_parts = staticmethod(_along_another_dimension)
+    joins_positions = True
 
     @staticmethod
     def forward(
@@ -114,6 +119,7 @@ class _Gather(Function):
 
 class _ReduceScatter(Function):
     acts_on_parts = staticmethod(_along_another_dimension)
+    joins_positions = False
 
     @staticmethod
     def forward(
@@ -131,6 +137,7 @@ class _GatherForSum(Function):
     """All-gather whose backward is a reduce-scatter."""
 
     acts_on_parts = staticmethod(_along_another_dimension)
+    joins_positions = True
 
     @staticmethod
     def forward(

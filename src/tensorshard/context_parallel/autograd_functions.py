@@ -6,6 +6,7 @@ rank's parts; recomputation repeats a forward with sequence tensors.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +20,9 @@ from tensorshard.context_parallel.active_groups import (
     replace_while_active,
 )
 from tensorshard.context_parallel.fallback import compute_whole
+from tensorshard.context_parallel.layouts import shares
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
+from tensorshard.layers.activation_sharding import SequenceSharded
 from tensorshard.model.reachable_state import is_foreign
 from tensorshard.torch_private.recomputation import (
     IDENTITIES,
@@ -46,11 +49,46 @@ def _guard(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if cls.__name__ in IDENTITIES:
         given = [arg for arg in args if isinstance(arg, torch.Tensor)]
         return _as_sequences(given, _apply(cls, *map(_part, args)), strict=False)
+    shared = _apply_to_shares(cls, args)
+    if shared is not None:
+        return shared
     if _acts_locally(cls, args):
         first = next(arg for arg in args if isinstance(arg, SequenceTensor))
         out = _apply(cls, *map(_part, args))
         return tuple(map(first.like, out)) if isinstance(out, tuple) else first.like(out)
     return compute_whole(lambda *whole: _apply(cls, *whole), args, kwargs, cls.__name__)
+
+
+def _apply_to_shares(cls: Any, args: tuple[Any, ...]) -> Any:
+    """What a function returns that cuts this rank's positions over tensor-parallel ranks, or joins their parts.
+
+    Sequence parallelism calls such functions with the sizes of a whole sequence's shards. They get those of this rank's
+    positions. None if this is no such function.
+    """
+    joins, x = getattr(cls, "joins_positions", None), args[0]
+    if joins is None or not isinstance(x, SequenceTensor):
+        return None
+    place = next((index for index, arg in enumerate(args) if isinstance(arg, SequenceSharded)), None)
+    if place is None and not isinstance(args[1], int):  # a layer whose inputs and outputs have all positions
+        return None
+    sharding = SequenceSharded(*args[1:4]) if place is None else args[place]
+    layout = x.sequence.origin if joins else x.sequence
+    if layout is None or x.split_dim != sharding.dim % x.ndim or sum(sharding.sizes) != layout.length:
+        return None
+    sizes, layouts = shares(layout, sharding.group.size())
+    own = replace(sharding, sizes=sizes[x.group.rank])
+    given = [x.local, *map(_part, args[1:])]
+    if place is None:
+        given[2] = own.sizes
+    else:
+        given[place] = own
+    out = _apply(cls, *given)
+    result = layout if joins else layouts[sharding.group.rank()]
+
+    def laid_out(part: torch.Tensor) -> SequenceTensor:
+        return SequenceTensor(part, x.split_dim, result, x.group)
+
+    return tuple(map(laid_out, out)) if isinstance(out, tuple) else laid_out(out)
 
 
 def _acts_locally(cls: Any, args: tuple[Any, ...]) -> bool:

@@ -61,11 +61,13 @@ def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def cut_again(tree: Any, given: Sequence[SequenceTensor]) -> Any:
     """`tree` with those whole tensors cut that have a dimension of one of the given sequences' lengths."""
     largest = max(tensor.numel() for tensor in given)
+    of_share = any(tensor.sequence.origin for tensor in given)  # which no rank may hold whole
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, SequenceTensor) or tensor.numel() < _SMALLEST:
+        if isinstance(tensor, SequenceTensor):
             return tensor
-        if not tensor.is_floating_point() and tensor.numel() <= largest:
+        is_plain = not tensor.is_floating_point() and tensor.numel() <= largest
+        if (is_plain or tensor.numel() < _SMALLEST) and not of_share:
             return tensor
         for like in given:
             for dim in (like.split_dim, like.split_dim - like.ndim + tensor.ndim, *range(tensor.ndim)):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tensorshard.comm.sharding import shard_sizes
 from tensorshard.context_parallel.sequence_layout import Array, PositionLists, SequenceLayout, runs_of
 
 _CACHED = 512
@@ -43,6 +44,37 @@ def elsewhere(length: int, size: int) -> SequenceLayout:
 def at_rank(length: int, rank: int, size: int) -> SequenceLayout:
     """All positions on one rank."""
     return SequenceLayout([np.array([[0, length if each == rank else 0]]) for each in range(size)])
+
+
+@lru_cache(_CACHED)
+def shares(layout: SequenceLayout, parts: int) -> tuple[list[list[int]], list[SequenceLayout]]:
+    """A sequence's positions, shared by several ranks that hold the same ones, as tensor-parallel ranks do.
+
+    Each rank of the layout cuts what it holds into `parts`. The first part of each make up the first share, and so on;
+    shares are as long as :func:`tensorshard.comm.sharding.shard_sizes` says.
+
+    Returns:
+        For each rank how many positions each of its parts has; and the layout of each share.
+    """
+    left = np.array(shard_sizes(layout.length, parts))
+    sizes = []
+    for held in layout.sizes:
+        wanted = left * held / max(left.sum(), 1)
+        counts = np.floor(wanted).astype(np.int64)
+        for part in np.argsort(counts - wanted, kind="stable")[: held - counts.sum()]:
+            counts[part] += 1
+        left -= counts
+        sizes.append(counts.tolist())
+    ends = np.cumsum(sizes, 1)
+    found = []
+    for part in range(parts):
+        held_by = [
+            layout.positions(rank)[(end := ends[rank][part]) - sizes[rank][part] : end] for rank in range(layout.ranks)
+        ]
+        every = np.sort(np.concatenate(held_by))
+        runs = [runs_of(np.searchsorted(every, each)) for each in held_by]
+        found.append(SequenceLayout(runs, None, layout.is_home, layout))
+    return sizes, found
 
 
 @lru_cache(_CACHED)

@@ -66,6 +66,7 @@ class SequenceLayout(PositionLists):
         length: of the whole dimension.
         factors: (outer, layout, inner) if the dimension is a flattened [outer, sequence, inner].
         is_home: whether a sequence has this layout by choice, and not for a while only (:func:`elsewhere`).
+        origin: the layout of the sequence of which this is a share (:func:`shares`).
     """
 
     def __init__(
@@ -73,12 +74,15 @@ class SequenceLayout(PositionLists):
         runs: Sequence[Array],
         factors: "tuple[int, SequenceLayout, int] | None" = None,
         is_home: bool = True,
+        origin: "SequenceLayout | None" = None,
     ) -> None:
         super().__init__(runs)
         self.length = sum(self.sizes)
         self.factors = factors
         self.is_home = is_home
-        self._identity = (self.key, factors and (factors[0], factors[1].key, factors[2]), is_home)
+        self.origin = origin
+        root = factors and (factors[0], factors[1]._identity, factors[2])
+        self._identity = (self.key, root, is_home, origin and origin._identity)
 
     @cached_property
     def owner(self) -> Array:

@@ -157,6 +157,7 @@ class _ColumnLinear(Function):
     """
 
     acts_on_parts = staticmethod(_has_whole_positions)
+    joins_positions = True
 
     @staticmethod
     def forward(
@@ -263,6 +264,7 @@ class _RowLinear(Function):
     """Multiplies this rank's columns of the input and of the weight, and sums the products over the ranks."""
 
     acts_on_parts = staticmethod(_has_whole_positions)
+    joins_positions = False
 
     @staticmethod
     def forward(
