@@ -37,11 +37,11 @@ from tensorshard.comm.sharded_tensors import check_tensor, local_of, refuse_dten
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
 
 
-# Of functions along a dimension that context parallelism cuts, `joins_positions` says whether they join parts or cut.
-
-
 def _along_another_dimension(tensor: Any, dim: int, *_: Any) -> bool:
-    """Whether a sequence that context parallelism cuts is cut along another dimension than `dim`."""
+    """Whether a sequence that context parallelism cuts is cut along another dimension than `dim`.
+
+    Where it is not, `joins_positions` of the function says whether it joins parts or cuts one.
+    """
     return bool(tensor.split_dim != dim % tensor.ndim)
 
 
