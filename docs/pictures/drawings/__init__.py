@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from drawings.bars import bar_groups, checkpoint_groups, draw_bars
+from drawings.context import draw_context
 from drawings.diagrams import draw_imports, draw_step
 from drawings.held import draw_held
 from drawings.memory import draw_memory
@@ -18,6 +19,7 @@ from drawings.zero import draw_zero
 DRAWINGS: dict[str, Callable[[], str]] = {
     "zero.svg": draw_zero,
     "mesh.svg": draw_mesh,
+    "context.svg": draw_context,
     "memory.svg": partial(
         draw_memory,
         "memory.json",
