@@ -32,10 +32,12 @@ class _Count(TorchDispatchMode):
         super().__init__()
         self.messages: Counter[str] = Counter()
         self.operators: Counter[str] = Counter()
+        self.order: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         counter = self.messages if func.namespace == "c10d" else self.operators
         counter[str(func)] += 1
+        self.order.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -108,3 +110,13 @@ def test_messages_of_large_layers(budget, fields):
     messages = _engine_counts(128, **fields).messages
     assert any("coalesced" in name for name in messages)
     assert messages.total() <= budget
+
+
+def test_backward_goes_on_between_the_two_sums_of_hybrid_sharding():
+    order = _engine_counts(128, zero=1, dp_replicate=2, dp_shard=4).order
+    kinds = [name for name in order if "scatter" in name or "allreduce" in name or name == "aten.mm.default"]
+    scatters = [index for index, name in enumerate(kinds) if "scatter" in name]
+    assert len(scatters) > 2
+    for first, following in zip(scatters, scatters[1:-1], strict=False):
+        (second,) = (i for i in range(first, following) if "allreduce" in kinds[i])
+        assert "aten.mm.default" in kinds[first:second], kinds

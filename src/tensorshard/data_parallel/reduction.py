@@ -37,7 +37,10 @@ class Reduction:
         self._missing = {p for p, gradient in gradients.items() if gradient is None}
         messages = [self._message_of(p, gradients[p], dtype) for p in bucket.alone]
         messages.append(self._pack(gradients, dtype, wrote))
-        self._transfers, self._shards = self._start(messages)
+        self._shards: Sequence[torch.Tensor] = messages
+        self._between_replicas: Started | None = None
+        self._messages: list[torch.Tensor] | None = None  # while the sum between replicas has yet to begin
+        self._within_replica = self._start(messages)
         self.writers: torch.Tensor | None = None
 
     def _message_of(self, p: ReplicatedParameter, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -62,37 +65,41 @@ class Reduction:
         chunk_cat([*packed, flags], num_shards, message)
         return message.view(-1)
 
-    def _start(self, messages: list[torch.Tensor]) -> tuple[list[Started], Sequence[torch.Tensor]]:
-        """Starts the sums of `messages`; returns the transfers, in their order, and where this rank's shards of the
-        sums will be."""
+    def _start(self, messages: list[torch.Tensor]) -> Started:
+        """Starts the sums of `messages`. With hybrid sharding, the sums of the shards follow in :meth:`advance`: backward
+        does not wait for the first ones here."""
         groups = self._groups
         if groups.shard is None:
             assert groups.sum is not None
-            return [all_reduce_several(messages, groups.sum, what="gradients")], messages
-        shards = [message.new_empty(message.numel() // groups.num_shards) for message in messages]
-        started = reduce_scatter_several(shards, messages, groups.shard, what="gradients")
+            return all_reduce_several(messages, groups.sum, what="gradients")
+        self._shards = [message.new_empty(message.numel() // groups.num_shards) for message in messages]
         if groups.sum is not None:
-            started.wait()
-            started = all_reduce_several(shards, groups.sum, what="gradients")
-        return [started], shards
+            self._messages = messages
+        return reduce_scatter_several(self._shards, messages, groups.shard, what="gradients")
 
     @torch.no_grad()
     def advance(self) -> None:
         """Starts the second half of transfers that have two."""
-        for transfer in self._transfers:
-            transfer.advance()
+        self._within_replica.advance()
+        if self._messages is not None:
+            self._within_replica.wait()
+            assert self._groups.sum is not None
+            self._between_replicas = all_reduce_several(self._shards, self._groups.sum, what="gradients")
+            self._messages = None
+        if self._between_replicas is not None:
+            self._between_replicas.advance()
 
     def abandon(self) -> None:
         """Ends it without a result."""
-        for transfer in self._transfers:
-            transfer.abandon()
+        self._within_replica.abandon()
+        if self._between_replicas is not None:
+            self._between_replicas.abandon()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits, and hands each master its gradient."""
         self.advance()  # all second halves under way before the first is waited for
-        for transfer in self._transfers:
-            transfer.wait()
+        (self._between_replicas or self._within_replica).wait()
         bucket = self._bucket
         *alone, packed = self._shards
         if self._scale != 1.0:
