@@ -58,6 +58,32 @@ def test_predicted_memory_is_a_bound_that_knows_the_largest_parameter(fields):
     assert 0.35 < one.first.memory / one.estimate.largest.peak_device <= 1
 
 
+class Frozen(nn.Module):
+    """Many frozen layers in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(48))
+        self.layers = nn.ModuleList(layers).requires_grad_(False)
+        self.last = nn.Linear(1024, 8, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return self.last(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_weights_count_in_their_own_type(precision):
+    fixed = ts.Plan(zero=3, precision=precision).resolve(4).to_dict()
+    batch = {"inputs": torch.zeros(4, 1024), "targets": torch.zeros(4, dtype=torch.long), "global_batch": 4}
+    problem = make_problem(Frozen, **asked(**batch, world_size=4, memory="1GiB", fixed=fixed))
+    (one,) = Search(problem).run(BY_TIME, 1, Progress()).considered
+    assert one.estimate is not None
+    assert 0.35 < one.first.memory / one.estimate.largest.peak_device <= 1
+
+
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("gpipe", 1)])
 def test_the_part_of_activations_that_a_rank_keeps(schedule, stages):
     for ranks, micro_batches in ((2, 4), (4, 4), (16, 32)):

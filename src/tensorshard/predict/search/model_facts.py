@@ -44,6 +44,7 @@ class ModelFacts:
         output: the model's output, on fake tensors.
         equal_blocks: names of blocks that are built alike; none if they are few.
         parameters: elements of all parameters.
+        narrow: bytes by which frozen 16-bit parameters are smaller than in fp32.
         units: how often the forward calls what a pipeline cannot cut: the most stages that there can be.
         attention: (bytes of queries and outputs, bytes of keys and values) of each call of attention -> how often.
     """
@@ -57,6 +58,7 @@ class ModelFacts:
     output: Any = None
     equal_blocks: tuple[str, ...] = ()
     parameters: int = 0
+    narrow: int = 0
     units: int = 0
     attention: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -155,6 +157,7 @@ def _one_forward(model: nn.Module, batch: Any, samples: int, named: list[str] | 
         largest_share=max(trained, default=0) / (sum(trained) or 1),
         output=output,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        narrow=sum(p.numel() * max(0, 4 - p.itemsize) for p in model.parameters() if not p.requires_grad),
         units=len(called),
         attention=counter.attention,
     )

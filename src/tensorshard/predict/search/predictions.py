@@ -92,7 +92,9 @@ class Predictions:
         parameters = whole = max(trace.parameters / split, base.gradients / 4 * largest * width)
         gathered = self._gathered(plan) if zero == 3 and shard > 1 else 0.0
         if zero == 3:
-            parameters = parameters / shard + gathered
+            # Frozen 16-bit weights stay as they are; the trace is of ZeRO 0, which computes with them in fp32.
+            narrow = self.facts.narrow if self.facts is not None and plan.precision == "fp32" else 0
+            parameters = (parameters - narrow / split) / shard + gathered
         elif zero and plan.precision != "fp32":
             parameters *= copies + (1 - copies) / shard
         gradients = max(trace.gradients / split, base.gradients * largest) / (shard if zero >= 2 else 1)
