@@ -12,7 +12,7 @@ import parity
 import tensorshard as ts
 from engines import Operations, engine_of, own_shard
 from tensorshard.passes import costly_results
-from tensorshard.passes.recompute import apply_recompute
+from tensorshard.passes.recompute import Comparison, DifferentValuesError, apply_recompute
 from toys import Block, data
 
 
@@ -158,3 +158,12 @@ def test_attention_with_dropout_is_computed_again(monkeypatch):
         torch.manual_seed(0)
         again = kernel(q, 0.5), nn.functional.dropout(q, 0.5)
     torch.testing.assert_close(again, first, rtol=0, atol=0)
+
+
+def test_what_a_library_keeps_for_its_backward_is_not_compared():
+    kept = Comparison("an LSTM", least_dim=0)
+    workspaces = [torch.full((8,), value, dtype=torch.uint8) for value in (0, 7)]
+    differs = kept(workspaces[0]) != kept(workspaces[1])
+    assert not differs
+    with pytest.raises(DifferentValuesError, match="an LSTM computes other values"):
+        assert kept(torch.zeros(8)) != kept(torch.ones(8))

@@ -17,6 +17,7 @@ from tensorshard.passes.recompute import apply_recompute
 from tensorshard.pipeline.cut import cut_model
 from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.stage_module import StageModule
+from tensorshard.pipeline.run.stage_skeleton import AbsentTensor
 from tensorshard.pipeline.trace.tracer import Tracer
 
 
@@ -259,3 +260,10 @@ def test_a_recomputed_region_that_was_cut_is_named():
     output = stages[1](x, (sent.detach().requires_grad_(),))
     with pytest.raises(RuntimeError, match=r"'layers\.2'.*called in backward.*Checkpoint each block"):
         output.sum().backward()
+
+
+def test_code_between_units_may_write_to_what_another_stage_has():
+    absent = AbsentTensor.make(torch.zeros(()).expand(2, 3), computes=lambda: True, sentence=lambda: "elsewhere")
+    assert absent.mul_(2) is absent  # the stage that has it does so, too
+    absent[0] = 1.0
+    assert torch.equal(absent + 1, torch.ones(2, 3))

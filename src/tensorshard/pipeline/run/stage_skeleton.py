@@ -120,6 +120,11 @@ def _remove(path: str, module: nn.Module, name: str, tensor: torch.Tensor) -> Re
     return Removed(path, module, name, tensor.shape, tensor.dtype, [tensor])
 
 
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+
+
 class AbsentTensor(torch.Tensor):
     """Has the shape, type and device of a tensor that this rank does not have. Reading or writing its values raises.
 
@@ -147,6 +152,8 @@ class AbsentTensor(torch.Tensor):
         stand_in = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AbsentTensor))
         if func not in _ALLOWED and not stand_in.computes() and not is_in_backward():
             raise RuntimeError(stand_in.sentence())
+        if args and args[0] is stand_in and _writes(func):
+            return stand_in  # the stages that have it write to it, too
         args, kwargs = tree_map_only(AbsentTensor, lambda tensor: tensor.plain, (args, kwargs))
         return func(*args, **kwargs)
 
