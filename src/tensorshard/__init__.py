@@ -8,7 +8,7 @@ from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from tensorshard import distributed, nn, utils
+    from tensorshard import data, distributed, nn, utils
     from tensorshard.comm.marks import get_parallel_dim, register_parallel_attribute, register_parallel_dim
     from tensorshard.compat.group_sharded import group_sharded_parallel, save_group_sharded_model
     from tensorshard.compat.state import collect_state_dict, relocate_state_dict, sharded_state_dict, slice
@@ -45,6 +45,7 @@ __all__ = [
     "PlanSearch",
     "Verification",
     "collect_state_dict",
+    "data",
     "distributed",
     "estimate",
     "find_plans",
@@ -105,7 +106,7 @@ _MODULES = {
     "verify": "tensorshard.verify.verify",
     "verify_layout": "tensorshard.verify.layouts",
 }
-_SUBMODULES = ("distributed", "nn", "utils")
+_SUBMODULES = ("data", "distributed", "nn", "utils")
 
 _import_name = lazy_imports(__name__, _MODULES)
 

@@ -27,6 +27,7 @@ _PUBLIC = {
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType)
 }
+_PUBLIC |= {"data.pack": ts.data.pack, "data.mix": ts.data.mix}
 _PUBLIC["nn.ParallelLinear.convert_parallel_linear"] = ts.nn.ParallelLinear.convert_parallel_linear
 # What is returned by what has an example, is an error, or is one line.
 _WITHOUT_EXAMPLE = {

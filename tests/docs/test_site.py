@@ -78,7 +78,7 @@ def test_what_only_a_browser_sees(tmp_path):
 def test_every_public_name_is_in_the_reference():
     entries = {heading: path for page in _API for path, heading, _ in _ENTRY.findall(page.read_text(encoding="utf-8"))}
     names = {f"ts.{name}" for name in ts.__all__} - {"ts.init_process_group"}  # which is ts.distributed's
-    for module in ("nn", "nn.functional", "distributed", "utils", "utils.data"):
+    for module in ("data", "nn", "nn.functional", "distributed", "utils", "utils.data"):
         names |= {f"ts.{module}.{name}" for name in import_module(f"tensorshard.{module}").__all__}
         names.remove(f"ts.{module}")
     assert names - set(entries) == {"ts.nn.init"}  # a module, whose function is there

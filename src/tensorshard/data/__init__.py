@@ -2,6 +2,16 @@
 
 from tensorshard.data.images import GeneratedImages
 from tensorshard.data.masked import MaskedTokens
+from tensorshard.data.mixing import MixedDataset, MixedStream, mix
+from tensorshard.data.packing import (
+    PackedDocuments,
+    PackedStream,
+    document_block_mask,
+    document_ids,
+    document_mask,
+    document_offsets,
+    pack,
+)
 from tensorshard.data.sampler import ShardedBatchSampler
 from tensorshard.data.stdlib_text import StdlibText
 from tensorshard.data.text import LabelledText, Text
@@ -12,12 +22,22 @@ __all__ = [
     "GeneratedImages",
     "LabelledText",
     "MaskedTokens",
+    "MixedDataset",
+    "MixedStream",
+    "PackedDocuments",
+    "PackedStream",
     "ShardedBatchSampler",
     "StdlibText",
     "Text",
     "TokenDataset",
     "TokenFile",
     "TokenFileWriter",
+    "document_block_mask",
+    "document_ids",
+    "document_mask",
+    "document_offsets",
+    "mix",
+    "pack",
     "token_file_writer",
     "write_token_file",
 ]

@@ -40,6 +40,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             of which torch's ``DataLoader`` makes no batch; :meth:`tensorshard.Engine.loader` does.
         samples_consumed: samples of the stream, counted over all ranks and epochs, to skip.
         order: gives the order of an epoch, in place of that of `seed`, such as ``TorchOrder``.
+        deal: which samples of a batch each data rank gets, from its indices: places of them for each rank. None for
+            contiguous shares.
 
     Raises:
         ValueError: sizes that do not fit together; the message names ones that do.
@@ -59,6 +61,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         samples_consumed: int = 0,
         empty_shares: bool = False,
         order: Callable[[int], np.ndarray] | None = None,
+        deal: Callable[[list[int]], list[list[int]]] | None = None,
     ) -> None:
         _check_sizes(num_samples, global_batch_size, dp_rank, dp_size)
         if seed < 0:
@@ -79,6 +82,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.samples_consumed = samples_consumed
         self._order = order
+        self._deal = deal
         self._smallest = 1 if empty_shares else dp_size  # of the batches
 
         remaining = self._remaining()
@@ -91,9 +95,22 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         start = self.samples_consumed
         for size in self.global_sizes():
-            share, extra = divmod(size, self.dp_size)
-            first = start + self.dp_rank * share + min(self.dp_rank, extra)
-            yield self._indices(first, first + share + (self.dp_rank < extra))
+            if self._deal is not None:
+                indices = self._indices(start, start + size)
+                yield [indices[place] for place in self._deal(indices)[self.dp_rank]]
+            else:
+                first = start + sum(shares(size, self.dp_size)[: self.dp_rank])
+                yield self._indices(first, first + shares(size, self.dp_size)[self.dp_rank])
+            start += size
+
+    def all_shares(self) -> Iterator[tuple[int, ...]]:
+        """How many samples of each batch to come each data rank gets."""
+        start = self.samples_consumed
+        for size in self.global_sizes():
+            if self._deal is not None:
+                yield tuple(map(len, self._deal(self._indices(start, start + size))))
+            else:
+                yield shares(size, self.dp_size)
             start += size
 
     def __len__(self) -> int:
@@ -135,6 +152,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 else:
                     positions[here] = permute(positions[here], self.num_samples, seed=self.seed, epoch=epoch)
         return positions.tolist()
+
+
+def shares(size: int, dp_size: int) -> tuple[int, ...]:
+    """How many of a batch's `size` samples each data rank gets, as evenly as possible."""
+    return tuple(size // dp_size + (rank < size % dp_size) for rank in range(dp_size))
 
 
 class TorchOrder:

@@ -122,7 +122,7 @@ class ShortBatches:
         can = isinstance(batch, torch.Tensor | tuple | list | dict) and (
             len({tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()}) == 1
         )
-        is_last = any(loader.short is not None for loader in self._loaders.by_name.values())
+        is_last = any(loader.uneven is not None for loader in self._loaders.by_name.values())
         if not is_last or self._loaders.known((batch, None)) is not None or self._mesh.dp_size == 1:
             return can
         answers: list[Any] = [can] * self._mesh.dp_size
@@ -156,9 +156,9 @@ class ShortBatches:
         whether it is an epoch's last, smaller one."""
         known = self._loaders.known((inputs, targets))
         if known is not None:
-            loader, size = known
-            return [loader.share(size, rank) for rank in range(self._mesh.dp_size)], size < loader.batch_size
-        if all(loader.short is None for loader in self._loaders.by_name.values()):
+            loader, shares = known
+            return list(shares), sum(shares) < loader.batch_size
+        if all(loader.uneven is None for loader in self._loaders.by_name.values()):
             return [], False
         # Its tensors were replaced on the way, by augmentation for example.
         sizes: list[Any] = [batch_size(inputs)] * self._mesh.dp_size
@@ -213,7 +213,9 @@ class BatchShares:
     def __init__(self, loaders: EngineLoaders, mesh: Mesh) -> None:
         self._loaders = loaders
         self._mesh = mesh
-        self._seen: set[tuple[EngineLoader, int]] = set()  # batches that the model was given since the last backward
+        self._seen: set[tuple[EngineLoader, tuple[int, ...]]] = (
+            set()
+        )  # batches that the model was given since the last backward
 
     def note_inputs(self, inputs: Any) -> None:
         """Notes what the model is called with."""
@@ -231,17 +233,22 @@ class BatchShares:
         if not isinstance(loss, torch.Tensor):
             return 1.0
         if len(seen) == 1:
-            (loader, size) = next(iter(seen))
-            return loader.share(size) * self._mesh.dp_size / size
+            ((_, shares),) = seen
+            return shares[self._mesh.dp_rank] * self._mesh.dp_size / sum(shares)
         loaders = self._loaders.by_name.values()
-        for loader, size in seen or {(loader, loader.short) for loader in loaders if loader.short is not None}:
-            if size % self._mesh.dp_size:
+        for loader, shares in seen or {(loader, loader.uneven) for loader in loaders if loader.uneven is not None}:
+            if len(set(shares)) > 1:
+                if sum(shares) == loader.batch_size:
+                    which, cannot, without = "a batch of", "do not", "leave out lengths"
+                else:
+                    which, cannot = "the epoch's last", "cannot"
+                    without = "leave that batch out with engine.loader(drop_last=True)"
                 raise ValueError(
-                    f"engine.backward was given the mean of this rank's {loader.share(size)} of the epoch's last "
-                    f"{size} samples, which {self._mesh.dp_size} data ranks cannot have in equal numbers, and the "
-                    f"model was not called with that batch alone, as engine.loader gave it, so it is not known how "
+                    f"engine.backward was given the mean of this rank's {shares[self._mesh.dp_rank]} of {which} "
+                    f"{sum(shares)} samples, which {self._mesh.dp_size} data ranks {cannot} have in equal numbers, and "
+                    f"the model was not called with that batch alone, as engine.loader gave it, so it is not known how "
                     f"much this rank's mean counts: give engine.backward((sum, count)), such as (loss of "
-                    f"reduction='sum', len(x)), or leave that batch out with engine.loader(drop_last=True)"
+                    f"reduction='sum', len(x)), or {without}"
                 )
         return 1.0
 

@@ -3,6 +3,7 @@
 import copy
 import difflib
 import inspect
+import math
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorshard.common.kinds import kind_of
 from tensorshard.data import ShardedBatchSampler
+from tensorshard.data.balance import Balance
 from tensorshard.data.sampler import TorchOrder
-from tensorshard.engine.stream import DealtStream, is_stateful, share
+from tensorshard.data.streams import is_stateful
+from tensorshard.engine.stream import DealtStream
 from tensorshard.model.batches import to_device
 from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -31,12 +34,13 @@ class EngineLoader:
     Attributes:
         epoch: of the next batch, counted from 0.
         samples_consumed: how many samples of this epoch were handed out, over all data ranks.
-        short: samples of the batch that was handed out last, over all data ranks, if it is an epoch's last, smaller
-            one; None after its pass, and for full batches.
+        uneven: how many samples each data rank has of the batch that was handed out last, if these numbers differ, or
+            it is an epoch's last, smaller one; None after its pass, and for other batches.
 
     Args:
         options: as for ``DataLoader``.
         sequences: cuts each sample's sequences over the ranks of context parallelism; None to leave them whole.
+        balance: how samples are dealt by their `lengths`, if there are any.
 
     See :meth:`tensorshard.Engine.loader` for the others.
     """
@@ -55,16 +59,22 @@ class EngineLoader:
         options: dict[str, Any],
         generator: torch.Generator | None = None,
         sequences: WholeSequences | None = None,
+        lengths: Any = None,
+        balance: Balance | None = None,
     ) -> None:
         _check(dataset, batch_size, options)
+        _check_lengths(lengths, dataset)
         if generator is not None:
             _check_generator(generator, shuffle)
         self.dataset = dataset
         self.batch_size = batch_size
+        self._deal = None if lengths is None else _ByLength(lengths, balance or Balance(), dp_size)
         self.epoch = 0
         self.samples_consumed = 0
-        self.short: int | None = None
-        self._sizes: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # of batches, by their tensors
+        self.uneven: tuple[int, ...] | None = None
+        self._shares: MutableMapping[torch.Tensor, tuple[int, ...]] = (
+            WeakIdKeyDictionary()
+        )  # of batches, by their tensors
         self._is_stream = is_stream(dataset)
         self._place: Any = None  # of a stream, after the batch that was handed out last
         self._continues = False  # whether the next pass is the rest of an epoch
@@ -111,22 +121,23 @@ class EngineLoader:
         # A generator of its own: a DataLoader draws a number at each pass, and torch's global one is left to the user.
         generator = torch.Generator().manual_seed(self._order["seed"] + self.epoch)
         try:
-            for loaded, size, place in (self._stream_pass if self._is_stream else self._pass)(generator):
+            for loaded, shares, place in (self._stream_pass if self._is_stream else self._pass)(generator):
                 batch, cuts = loaded if self._cutter is not None else (loaded, [])
-                if size < self._order["dp_size"]:
-                    batch = self._share_of_one_or_none(batch, size)
+                size = sum(shares)
+                if 0 in shares:
+                    batch = self._share_of_one_or_none(batch, shares)
                 # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
                 self.samples_consumed += size
                 self._place = place
-                self.short = size if size < self.batch_size else None
+                self.uneven = shares if size < self.batch_size or len(set(shares)) > 1 else None
                 batch = to_device(batch, self._device)
                 if cuts:
                     batch = self._looking_whole(batch, cuts)
                 for tensor in _with_samples(batch):
-                    self._sizes[tensor] = size
+                    self._shares[tensor] = shares
                 yield batch
         finally:
-            self.short = None
+            self.uneven = None
         self._next_epoch()
 
     def _looking_whole(self, batch: Any, cuts: list[Any]) -> Any:
@@ -138,15 +149,16 @@ class EngineLoader:
         ]
         return tree_unflatten(joined, structure)
 
-    def _pass(self, generator: torch.Generator) -> Iterator[tuple[Any, int, Any]]:
-        """The batches to come of this epoch, their samples over all data ranks, and None."""
+    def _pass(self, generator: torch.Generator) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
+        """The batches to come of this epoch, how many samples of them each data rank has, and None."""
         sampler = self._sampler(self.samples_consumed)
         batches = self._batches(batch_sampler=_AtLeastOne(sampler), generator=generator)
-        for batch, size in zip(batches, sampler.global_sizes(), strict=False):
-            yield batch, size, None
+        for batch, shares in zip(batches, sampler.all_shares(), strict=False):
+            yield batch, shares, None
 
-    def _stream_pass(self, generator: torch.Generator) -> Iterator[tuple[Any, int, Any]]:
-        """The batches to come of this epoch, their samples over all data ranks, and the stream's place after each."""
+    def _stream_pass(self, generator: torch.Generator) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
+        """The batches to come of this epoch, how many samples of them each data rank has, and the stream's place after
+        each."""
         options = dict(self._options)
         # With workers, each pass has a copy of the stream in any case.
         stream: Any = self.dataset if options.get("num_workers") else copy.deepcopy(self.dataset)
@@ -160,6 +172,7 @@ class EngineLoader:
             epoch=self.epoch,
             state=self._place,
             skip=0 if self._place is not None else self.samples_consumed,
+            deal=self._deal,
         )
         yield from DataLoader(dealt, batch_size=None, collate_fn=_as_it_is, generator=generator, **options)
 
@@ -188,20 +201,18 @@ class EngineLoader:
                     f"open files and the like in __iter__, or give num_workers=1"
                 ) from error
 
-    def size_of(self, batch: Any) -> int | None:
-        """Samples over all data ranks of a `batch` that was handed out, at any time; None if it is not of this loader.
+    def shares_of(self, batch: Any) -> tuple[int, ...] | None:
+        """How many samples each data rank has of a `batch` that was handed out, at any time; None if it is not of this
+        loader.
 
         It is known by its tensors: one of them is enough, the others may have been replaced.
         """
         tensors = list(_with_samples(batch))
-        size = next((self._sizes[tensor] for tensor in tensors if tensor in self._sizes), None)
-        return size if size is not None and all(len(tensor) == self.share(size) for tensor in tensors) else None
+        shares = next((self._shares[tensor] for tensor in tensors if tensor in self._shares), None)
+        own = self._order["dp_rank"]
+        return shares if shares is not None and all(len(tensor) == shares[own] for tensor in tensors) else None
 
-    def share(self, size: int, dp_rank: int | None = None) -> int:
-        """How many of a batch's `size` samples a data rank gets; None for this one."""
-        return share(size, self._order["dp_rank"] if dp_rank is None else dp_rank, self._order["dp_size"])
-
-    def _share_of_one_or_none(self, batch: Any, size: int) -> Any:
+    def _share_of_one_or_none(self, batch: Any, shares: tuple[int, ...]) -> Any:
         """A batch of one sample, or without its sample on the ranks that get none.
 
         Raises:
@@ -212,11 +223,11 @@ class EngineLoader:
             held = " and ".join(str(list(shape)) for shape in shapes)
             held = f"tensors of shapes {held}" if shapes else f"{kind_of(batch)} without tensors"
             raise TypeError(
-                f"the epoch's last batch has {size} samples for {self._order['dp_size']} data ranks, so that some get "
+                f"the epoch's last batch has {sum(shares)} samples for {len(shares)} data ranks, so that some get "
                 f"none, but collate_fn makes {held} of one sample, which cannot be cut to none: let the first "
                 f"dimension of each tensor be the samples, or leave that batch out with engine.loader(drop_last=True)"
             )
-        if self.share(size):
+        if shares[self._order["dp_rank"]]:
             return batch
         return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else leaf, batch)
 
@@ -247,6 +258,7 @@ class EngineLoader:
             num_epochs=self.epoch + 1,
             samples_consumed=self.epoch * samples + consumed,
             empty_shares=True,
+            deal=self._deal,
             **self._order,
         )
 
@@ -264,10 +276,10 @@ class EngineLoaders:
         if name in self._waiting:
             loader.load_state_dict(self._waiting.pop(name))
 
-    def known(self, batch: Any) -> tuple[EngineLoader, int] | None:
-        """Which loader handed out `batch`, and its samples over all data ranks; None for other batches."""
-        sizes = ((loader, loader.size_of(batch)) for loader in self.by_name.values())
-        return next(((loader, size) for loader, size in sizes if size is not None), None)
+    def known(self, batch: Any) -> tuple[EngineLoader, tuple[int, ...]] | None:
+        """Which loader handed out `batch`, and how many samples each data rank has; None for other batches."""
+        found = ((loader, loader.shares_of(batch)) for loader in self.by_name.values())
+        return next(((loader, shares) for loader, shares in found if shares is not None), None)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Where each loader stands."""
@@ -284,6 +296,26 @@ class EngineLoaders:
 def _with_samples(batch: Any) -> Iterator[torch.Tensor]:
     """The tensors whose first dimension is the samples."""
     return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+
+
+class _ByLength:
+    """Deals the samples of a batch to data ranks by their lengths.
+
+    Args:
+        lengths: of each sample of the dataset, or a function of a stream's sample.
+    """
+
+    def __init__(self, lengths: Any, balance: Balance, dp_size: int) -> None:
+        self._lengths, self._balance, self._dp_size = lengths, balance, dp_size
+
+    def __call__(self, samples: list[Any]) -> list[list[int]]:
+        """Places in `samples`, indices or a stream's samples, for each rank."""
+        of = self._lengths if callable(self._lengths) else self._lengths.__getitem__
+        lengths = [float(of(sample)) for sample in samples]
+        wrong = next((length for length in lengths if not 0 <= length < math.inf), None)
+        if wrong is not None:
+            raise ValueError(f"engine.loader was given a sample's length of {wrong}; lengths are finite, and 0 or more")
+        return self._balance.deal(lengths, self._dp_size)
 
 
 class _AtLeastOne(Sampler[list[int]]):
@@ -323,6 +355,24 @@ def _check_generator(generator: Any, shuffle: bool) -> None:
     if not shuffle:
         raise ValueError(
             "a generator was given with shuffle=False, which keeps the dataset's order: give one of the two"
+        )
+
+
+def _check_lengths(lengths: Any, dataset: Any) -> None:
+    if lengths is None:
+        return
+    if is_stream(dataset):
+        if not callable(lengths):
+            raise TypeError(
+                f"lengths is {kind_of(lengths)}; for a stream it must be a function from a sample to its length, since "
+                f"samples have no index"
+            )
+    elif not hasattr(lengths, "__getitem__") or not hasattr(lengths, "__len__"):
+        raise TypeError(f"lengths is {kind_of(lengths)}; it must be a sequence of numbers, one for each sample")
+    elif len(lengths) != len(dataset):
+        raise ValueError(
+            f"lengths has {len(lengths)} numbers for the {len(dataset)} samples of the {type(dataset).__name__}; it "
+            f"must have one for each"
         )
 
 

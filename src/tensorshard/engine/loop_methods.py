@@ -1,7 +1,7 @@
 """The Engine's methods for a loop of your own."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.common.kinds import kind_of
+from tensorshard.data.balance import Balance
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
 from tensorshard.engine.guards.collective_errors import explained
@@ -284,6 +285,8 @@ class LoopMethods:
         generator: torch.Generator | None = None,
         name: str | None = None,
         cut_sequences: bool = False,
+        lengths: Sequence[float] | Callable[[Any], float] | None = None,
+        padded: bool = False,
         **options: Any,
     ) -> EngineLoader:
         """A DataLoader for this rank, whose order does not depend on the plan; checkpoints hold where it stands.
@@ -314,10 +317,16 @@ class LoopMethods:
                 trains with the same losses. Samples are cut before they are put together, so of a dataset that returns
                 views of a memory-mapped file, only this rank's positions are read. The sequences of a batch have one
                 length. With ``cp=1`` they are whole.
+            lengths: how long each sample is, in any unit; of a stream, a function of a sample. The samples of each
+                batch are then dealt so that data ranks finish together. They get different numbers of them, at least
+                ``plan.micro_batches``. What the batch is, and its loss, stay the same.
+            padded: with `lengths`: whether `collate_fn` fills a rank's samples up to its longest one. A rank then takes
+                as long as its samples times that length, and similar lengths are dealt to one rank.
             options: as for ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and so on.
 
         Raises:
-            ValueError: the number of data ranks does not divide `batch_size`; `name` is taken; `cut_sequences` is given
+            ValueError: the number of data ranks does not divide `batch_size`; `name` is taken; `lengths` is of another
+                number of samples; `padded` is given without it; `cut_sequences` is given
                 with a pipeline, with ``cp_dims`` or with a ``collate_fn``; a pipeline with batch
                 normalization could not cut the last batch into ``plan.micro_batches``.
             TypeError: `dataset` has no length and is no stream; an option would change the order of the data.
@@ -329,6 +338,8 @@ class LoopMethods:
             )
         if cut_sequences:
             _check_cut(self.plan, options)
+        if padded and lengths is None:
+            raise ValueError("engine.loader was given padded=True without lengths: give the length of each sample")
         made = EngineLoader(
             dataset,
             batch_size,
@@ -341,6 +352,8 @@ class LoopMethods:
             options=options,
             generator=generator,
             sequences=self.sharded.sequences if cut_sequences else None,
+            lengths=lengths,
+            balance=Balance(padded, self.plan.micro_batches),
         )
         if not drop_last:
             # The last batch of a stream may have a single sample.

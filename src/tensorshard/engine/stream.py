@@ -2,15 +2,17 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from tensorshard.data.sampler import shares
+from tensorshard.data.streams import is_stateful
 from tensorshard.torch_private.data_workers import become_only_reader
 
 
-class DealtStream(IterableDataset[tuple[Any, int, Any]]):
+class DealtStream(IterableDataset[tuple[Any, tuple[int, ...], Any]]):
     """One pass over a stream. Every rank reads all of it, and takes its share of each batch.
 
     So the samples and their order are the same on any number of ranks and workers: worker `w` of `n` makes the batches
@@ -26,6 +28,7 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
         epoch: for ``set_epoch``.
         state: where the pass begins, as ``state_dict`` gave it; None for the stream's beginning.
         skip: samples to read and leave out, of a stream without ``state_dict``.
+        deal: which of a batch's samples each data rank gets, from the samples; None for contiguous shares.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
         epoch: int,
         state: Any,
         skip: int,
+        deal: Callable[[list[Any]], list[list[int]]] | None = None,
     ) -> None:
         self._stream = stream
         self._batch_size = batch_size
@@ -47,8 +51,9 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
         self._drop_last = drop_last
         self._collate = collate
         self._epoch, self._state, self._skip = epoch, state, skip
+        self._deal = deal or self._in_a_row
 
-    def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
+    def __iter__(self) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
         worker, workers = become_only_reader()
         stream = self._stream
         if hasattr(stream, "set_epoch"):
@@ -65,38 +70,15 @@ class DealtStream(IterableDataset[tuple[Any, int, Any]]):
             if not size or (size < self._batch_size and self._drop_last):
                 return
             if number % workers == worker:
-                yield self._collate(self._own(read)), size, self._place()
+                dealt = self._deal(read)
+                # Any one if this rank gets none, from which tensors of the right form are made.
+                own = [read[place] for place in dealt[self._dp_rank]] or read[-1:]
+                yield self._collate(own), tuple(map(len, dealt)), self._place()
             number += 1
 
-    def _own(self, samples: list[Any]) -> list[Any]:
-        """This rank's samples of a batch; any one if it gets none, from which tensors of the right form are made."""
-        first = sum(share(len(samples), rank, self._dp_size) for rank in range(self._dp_rank))
-        return samples[first : first + share(len(samples), self._dp_rank, self._dp_size)] or samples[-1:]
+    def _in_a_row(self, samples: list[Any]) -> list[list[int]]:
+        ends = list(accumulate(shares(len(samples), self._dp_size), initial=0))
+        return [list(range(first, end)) for first, end in pairwise(ends)]
 
     def _place(self) -> Any:
         return copy.deepcopy(self._stream.state_dict()) if is_stateful(self._stream) else None
-
-
-def share(size: int, dp_rank: int, dp_size: int) -> int:
-    """How many of a batch's `size` samples a data rank gets."""
-    return size // dp_size + (dp_rank < size % dp_size)
-
-
-def is_stateful(stream: Any) -> bool:
-    """Whether `stream` says where it stands, and comes back to exactly there.
-
-    The state of a Hugging Face stream does not hold the samples in its shuffle buffer: they would be lost. Such a
-    stream is read again instead.
-    """
-    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not _forgets_a_buffer(stream)
-
-
-def _forgets_a_buffer(stream: Any) -> bool:
-    parts = [stream]
-    for part in parts:
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        held = vars(part) if hasattr(part, "__dict__") else {}
-        parts += [held[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in held]
-        parts += held.get("ex_iterables") or []
-    return False

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from tensorshard.data.packing import document_mask
 from tensorshard.models.layers import PreNormBlock, check_dropout, check_sizes, check_tokens
 
 
@@ -67,13 +68,19 @@ class GPT(nn.Module):
             if name.endswith(("attention.output.weight", "mlp.down.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * num_layers))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``[batch, time]`` (int64) to the next tokens' logits ``[batch, time, vocab_size]``."""
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Tokens ``[batch, time]`` (int64) to the next tokens' logits ``[batch, time, vocab_size]``.
+
+        Args:
+            position_ids: int64 ``[batch, time]`` of rows of several documents, in each of which they begin at 0, as of
+                ``tensorshard.data.pack``; None for one document in each row.
+        """
         check_tokens(tokens, self.context_length)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = None if position_ids is None else document_mask(position_ids)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if position_ids is None else position_ids
         x = self.dropout(self.embedding(tokens) + self.positions(positions))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return self.head(self.norm(x))
 
 

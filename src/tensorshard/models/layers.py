@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
         Args:
             x: ``[batch, time, width]``.
             mask: bool, broadcastable to ``[batch, heads, time, time]``; True where a query may look at a key.
-                Not for a causal module, which has its own.
+                A causal module takes it in place of its own.
         """
         # [batch, time, width] -> [batch, heads, time, head_size]
         query, key, value = (
@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
             value,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
+            is_causal=self.causal and mask is None,
         )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -75,8 +75,8 @@ class PreNormBlock(nn.Module):
         self.mlp = MLP(width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
