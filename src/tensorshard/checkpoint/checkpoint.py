@@ -35,7 +35,8 @@ from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import Store, open_store
 from tensorshard.host.memory import available_on_host
 from tensorshard.plan.storage import TemporaryCopy
-from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, open_checkpoint, read_into
+from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, read_into
+from tensorshard.weights.files.foreign.opening import open_any
 from tensorshard.weights.files.manifest import FORMAT, MANIFEST, DamagedCheckpointError, entry_of
 
 _Result = TypeVar("_Result")
@@ -219,7 +220,10 @@ class CheckpointManager:
             FileNotFoundError: `source` is not a checkpoint.
             ValueError: it is of another model, or of another optimizer.
         """
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_any(source)
+        if "imported" in checkpoint.document:
+            for part in self._parts:
+                checkpoint = part.fit(checkpoint)
         for part in self._parts:
             part.check(Stored(source, checkpoint.document, checkpoint.metadata))
         return checkpoint

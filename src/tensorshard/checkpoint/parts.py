@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tensorshard.checkpoint.checksums import checksums
+from tensorshard.checkpoint.imported import fit_optimizer, fit_weights, why_other_optimizer
 from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.storage import TemporaryCopy
+from tensorshard.weights.files.checkpoint_files import OpenCheckpoint
 from tensorshard.weights.files.export import write_configs
 
 logger = logging.getLogger("tensorshard")
@@ -68,6 +70,10 @@ class Part:
 
     def write_files(self, folder: Path) -> None:
         """Writes further files to the checkpoint's `folder`. Called on rank 0."""
+
+    def fit(self, checkpoint: OpenCheckpoint) -> OpenCheckpoint:
+        """`checkpoint` of another program, with the names of this part. Called before :meth:`check`."""
+        return checkpoint
 
     def check(self, stored: Stored) -> None:
         """Raises an error if the checkpoint is of something else. Nothing has been changed then."""
@@ -129,6 +135,9 @@ class WeightsPart(Part):
 
     def write_files(self, folder: Path) -> None:
         write_configs(self._sharded.structure, folder)  # for exports of the checkpoint
+
+    def fit(self, checkpoint: OpenCheckpoint) -> OpenCheckpoint:
+        return fit_weights(checkpoint, self._sharded)
 
     def check(self, stored: Stored) -> None:
         shapes = {f"model.{name}": shape for name, shape in self._sharded.full_shapes().items()}
@@ -280,7 +289,14 @@ class OptimizerPart(Part):
         is_sharded = name not in self._wholes and state.shape == self._sharded.masters()[name].shape  # as its master is
         return in_pieces(self._sharded, name, state) if is_sharded else state
 
+    def fit(self, checkpoint: OpenCheckpoint) -> OpenCheckpoint:
+        names = self._names()
+        members = [[names.get(p, "") for p in group["params"]] for group in self._optimizer.param_groups]
+        return fit_optimizer(checkpoint, self._sharded, members, whole=self._mesh.degrees["pp"] == 1)
+
     def check(self, stored: Stored) -> None:
+        if "imported" in stored.document:
+            self._check_imported(stored)
         then, now = stored.document["optimizer"].get("class"), self._kind
         if then is not None and then != now:
             raise ValueError(
@@ -289,6 +305,18 @@ class OptimizerPart(Part):
                 f"weights alone with engine.model.load_state_dict(...), from the full_state_dict() of an engine that "
                 f"loaded it"
             )
+
+    def _check_imported(self, stored: Stored) -> None:
+        keys = {key.split(".")[1] for key in stored.metadata.state_dict_metadata if key.startswith("optimizer.")}
+        group = self._optimizer.param_groups[0]
+        reason = why_other_optimizer(keys, stored.document["optimizer"], self._kind, group)
+        if reason is not None:
+            raise ValueError(
+                f"{stored.source} {reason}, whose updates are others: build the engine with that optimizer, or begin "
+                f"from the weights alone, by ts.from_pretrained"
+            )
+        if not keys and self._mesh.rank == 0:
+            logger.warning("%s has no states of an optimizer: they begin anew", stored.source)
 
     def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
         masters = self._sharded.masters()
@@ -322,6 +350,8 @@ class OptimizerPart(Part):
         ):
             members = [names.get(p, "") for p in group["params"]]
             options = _options(entries["groups"], members, place)
+            if "imported" in stored.document:  # other programs have options of their own
+                options = {key: value for key, value in options.items() if key in described}
             groups.append({**described, **{k: v for k, v in options.items() if k not in _KERNELS}})
             for index, name in zip(described["params"], members, strict=True):
                 values: dict[str, Any] = {**states.get(name, {}), **entries["scalars"].get(name, {})}
@@ -452,6 +482,8 @@ class RandomPart(Part):
         two tensor-parallel ranks would drop different elements of one activation.
         """
         self._states = {}
+        if "imported" in stored.document:
+            return {}
         there = stored.metadata.state_dict_metadata
         axes = {axis: (stored.document["plan"].get(axis), getattr(self._plan, axis)) for axis in AXES}
         changed = [f"{axis}={old} then and {new} now" for axis, (old, new) in axes.items() if old != new]

@@ -88,7 +88,9 @@ def describe(checkpoint: "OpenCheckpoint") -> str:
     }
     lines = [
         f"step       {document.get('step_count')}",
-        f"plan       {_plan_text(document.get('plan', {}))}, on {document.get('world_size')} ranks",
+        f"written by {document['imported']['source']}"
+        if "imported" in document
+        else f"plan       {_plan_text(document.get('plan', {}))}, on {document.get('world_size')} ranks",
         f"optimizer  {(document.get('optimizer') or {}).get('class')}",
     ]
     for kind, words in _KINDS.items():

@@ -11,7 +11,7 @@ import math
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +271,13 @@ class OpenCheckpoint:
             return SafeReader(self.store.path)
         return ManifestReader(self.store, self.manifest, self.metadata)
 
+    def renamed(self, names: Mapping[str, str]) -> "OpenCheckpoint":
+        """The same tensors by other names: `names` has the new one of each, and lacks those that are left out."""
+        assert self.manifest is not None  # format 1 is of no other program
+        tensors = {names[name]: entry for name, entry in self.manifest.tensors.items() if name in names}
+        manifest = replace(self.manifest, tensors=tensors)
+        return replace(self, manifest=manifest, metadata=_metadata_of(manifest))
+
 
 def _what_is_there(store: Store) -> str:
     """Why a place without a checkpoint's documents is none."""
@@ -339,8 +346,8 @@ class CheckpointWeights(WeightFile):
 
     PREFIXES = ("model.", "buffers.")
 
-    def __init__(self, place: Path | str) -> None:
-        self._checkpoint = open_checkpoint(place)
+    def __init__(self, place: Path | str | OpenCheckpoint) -> None:
+        self._checkpoint = place if isinstance(place, OpenCheckpoint) else open_checkpoint(place)
         self._file = MANIFEST if self._checkpoint.manifest is not None else ".metadata"
         super().__init__(self._checkpoint.store.path_of(self._file))
         if self._checkpoint.document.get("base"):

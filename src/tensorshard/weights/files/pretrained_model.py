@@ -21,7 +21,8 @@ from tensorshard.weights.files.checkpoint_files import (
     is_of_transformers,
     local_configs,
 )
-from tensorshard.weights.files.weight_files import on_this_machine, open_weight_files
+from tensorshard.weights.files.foreign.opening import open_weights
+from tensorshard.weights.files.weight_files import on_this_machine
 from tensorshard.weights.initial.source import TensorSource
 
 logger = logging.getLogger("tensorshard")
@@ -122,7 +123,7 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
             f"model is {kind_of(model)}; from_pretrained needs what builds it, such as a class or a lambda, so "
             f"that no rank holds all of it"
         )
-    open_weight_files(place)  # unreadable files raise here, before a world is joined
+    open_weights(place)  # unreadable files raise here, before a world is joined
     return PretrainedModel(place, model)
 
 
@@ -144,7 +145,7 @@ class _FileTensors(TensorSource):
 
 
 def _stored(path: Path | str, module: nn.Module) -> StoredWeights:
-    stored = _find_stored(open_weight_files(path), module)
+    stored = _find_stored(open_weights(path), module)
     if not stored.made_of:
         raise ValueError(
             f"{path} has no weight of this {type(module).__name__}: its names are like "
