@@ -64,14 +64,15 @@ def _counts(cells: Cells) -> str:
         those = [(case, cell) for case, key, cell in cells if key == plan]
         if not those:
             continue
-        if plan == "sp":
+        of_sequences = plan == "sp" or plan_case.for_sequences
+        if of_sequences:
             those = [(case, cell) for case, cell in those if case.is_sequence]
         counts = [sum(cell.status == status for _, cell in those) for status in STATUSES]
         helped = sum(_is_exact_somehow(cell) for _, cell in those)
         seconds = [cell.cpu_seconds for _, cell in those if cell.cpu_seconds is not None]
         spent = f"{median(seconds):.1f} (at most {max(seconds):.0f})" if seconds else ""
         samples = str(helped) if plan_case.takes_samples else ""
-        label = plan_case.label + (", sequence models" if plan == "sp" else "")
+        label = plan_case.label + (", sequence models" if of_sequences else "")
         lines.append(_line([label, str(len(those)), *map(str, counts), samples, spent]))
     exact = [cell for _, key, cell in cells if key == "tp" and cell.status == "exact"]
     split = [cell.split_share or 0.0 for cell in exact]
@@ -118,10 +119,10 @@ def _family(cells: Cells) -> str:
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for case, found in by_model.items():
         rows[_outcome(found), case.group].append(_entry(case, found, most))
-    for plan in few:
-        for case, found in by_model.items():
-            if plan in found and found[plan].status == "exact":
-                rows[f"✓ under {PLANS[plan].label}, too", case.group].append(_name(case))
+    for case, found in by_model.items():
+        labels = [PLANS[plan].label for plan in few if plan in found and found[plan].status == "exact"]
+        if labels:
+            rows[f"✓ under {'; '.join(labels)}, too", case.group].append(_name(case))
     sizes = {outcome: sum(len(rows[key]) for key in rows if key[0] == outcome) for outcome, _ in rows}
     last = ""
     lines = [f"Run under {'; '.join(PLANS[plan].label for plan in most)}.", "", _line(["", "", "models"])]

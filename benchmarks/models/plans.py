@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.models.case import Case
+
 WITH_EXPERTS = frozenset({
     "plain/hand-MoE", "transformers/Mixtral", "transformers/OLMoE", "transformers/Qwen2-MoE", "transformers/Qwen3-MoE",
     "transformers/DeepSeek-V3", "transformers/gpt-oss", "transformers/Jamba", "packages/litgpt: Mixtral",
@@ -20,6 +22,7 @@ class PlanCase:
         ranks: how many.
         fields: of the Plan.
         splits_batch: over how many data ranks the batch is divided.
+        for_sequences: whether only sequence models are tried under it.
     """
 
     key: str
@@ -27,10 +30,11 @@ class PlanCase:
     ranks: int
     fields: dict[str, Any] = field(default_factory=dict)
     splits_batch: int = 1
+    for_sequences: bool = False
 
-    def suits(self, key: str) -> bool:
-        """Whether the model with this key is tried under the plan."""
-        return "ep" not in self.fields or key in WITH_EXPERTS
+    def suits(self, case: Case) -> bool:
+        """Whether the model is tried under the plan."""
+        return ("ep" not in self.fields or case.key in WITH_EXPERTS) and (case.is_sequence or not self.for_sequences)
 
     @property
     def micro_batches(self) -> int:
@@ -51,12 +55,18 @@ PLANS = {
         PlanCase("tp-pp", "tp 2 x pp 2", 4, dict(tp=2, pp=2, micro_batches=2)),
         PlanCase("sp", "tp 2, sequence parallel", 2, dict(tp=2, sequence_parallel=True)),
         PlanCase("cp", "cp 2", 2, dict(cp=2)),
-        PlanCase("cp-zero3", "cp 2, ZeRO 3 over 2 x 2", 4, dict(cp=2, zero=3), splits_batch=2),
-        PlanCase("cp-tp", "cp 2 x tp 2", 4, dict(cp=2, tp=2)),
-        PlanCase("cp-pp", "cp 2 x pp 2", 4, dict(cp=2, pp=2, micro_batches=2)),
-        PlanCase("cp-sp", "cp 2 x tp 2, sequence parallel", 4, dict(cp=2, tp=2, sequence_parallel=True)),
-        PlanCase("cp-bf16", "cp 2, bf16", 2, dict(cp=2, precision="bf16")),
-        PlanCase("cp-full", "cp 2, recompute full", 2, dict(cp=2, recompute="full")),
+        PlanCase("cp-zero3", "cp 2, ZeRO 3 over 2 x 2", 4, dict(cp=2, zero=3), splits_batch=2, for_sequences=True),
+        PlanCase("cp-tp", "cp 2 x tp 2", 4, dict(cp=2, tp=2), for_sequences=True),
+        PlanCase("cp-pp", "cp 2 x pp 2", 4, dict(cp=2, pp=2, micro_batches=2), for_sequences=True),
+        PlanCase(
+            "cp-sp",
+            "cp 2 x tp 2, sequence parallel",
+            4,
+            dict(cp=2, tp=2, sequence_parallel=True),
+            for_sequences=True,
+        ),
+        PlanCase("cp-bf16", "cp 2, bf16", 2, dict(cp=2, precision="bf16"), for_sequences=True),
+        PlanCase("cp-full", "cp 2, recompute full", 2, dict(cp=2, recompute="full"), for_sequences=True),
         PlanCase("ep", "ep 2, ZeRO 3", 2, dict(ep=2, zero=3), splits_batch=2),
         PlanCase("ep-tp", "ep 2 x tp 2", 4, dict(ep=2, tp=2), splits_batch=2),
         PlanCase("ep-pp", "ep 2 x pp 2", 4, dict(ep=2, pp=2, micro_batches=2), splits_batch=2),

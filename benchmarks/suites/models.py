@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         left = [
             p
             for p in plans
-            if p.suits(case.key) and (arguments.again or not results[case.family].is_done(case.name, p.key, revision))
+            if p.suits(case) and (arguments.again or not results[case.family].is_done(case.name, p.key, revision))
         ]
         todo += [(case, left)] if left else []
     count = sum(len(left) for _, left in todo)

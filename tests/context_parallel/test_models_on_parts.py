@@ -60,6 +60,19 @@ MODELS: dict[str, Any] = {
     "Llama, padded": lambda: language_model(
         tf.LlamaForCausalLM, tf.LlamaConfig(**SIZES, num_key_value_heads=1), attention_mask=padding()
     ),
+    "Llama, padded left": lambda: language_model(
+        tf.LlamaForCausalLM, tf.LlamaConfig(**SIZES, num_key_value_heads=2), attention_mask=padding().flip(1)
+    ),
+    "Llama, no tokens on a rank": lambda: language_model(
+        tf.LlamaForCausalLM,
+        tf.LlamaConfig(**SIZES, num_key_value_heads=2),
+        attention_mask=(torch.arange(LENGTH) >= 20).long().repeat(BATCH, 1),
+    ),
+    "Llama, packed, eager": lambda: language_model(
+        tf.LlamaForCausalLM,
+        tf.LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation="eager"),
+        position_ids=torch.cat([torch.arange(10), torch.arange(15), torch.arange(LENGTH - 25)]).repeat(BATCH, 1),
+    ),
     "Llama, eager": lambda: language_model(
         tf.LlamaForCausalLM, tf.LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation="eager")
     ),

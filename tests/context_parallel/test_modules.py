@@ -68,6 +68,10 @@ def padded(positions: torch.Tensor, mask: Any) -> torch.Tensor:
     return causal(positions)[None, None] & mask[:, None, None, :].bool() | torch.eye(len(positions), dtype=torch.bool)
 
 
+def hidden(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    return causal(positions)[None, None] & mask[:, None, None, :].bool()
+
+
 def packed(positions: torch.Tensor, documents: Any) -> torch.Tensor:
     return causal(positions)[None, None] & (documents[:, None, :, None] == documents[:, None, None, :])
 
@@ -105,9 +109,9 @@ def along_time(function: Any) -> Any:
     return lambda h, **parts: function(h.transpose(1, 2), **parts).transpose(1, 2)
 
 
-def left_mask() -> torch.Tensor:
+def left_mask(samples: Any = 1) -> torch.Tensor:
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[1, :12] = 0  # all tokens of a rank, in contiguous parts
+    mask[samples, :12] = 0  # all tokens of a rank, in contiguous parts
     return mask
 
 
@@ -146,6 +150,8 @@ MODULES: dict[str, Any] = {
     "ALiBi": lambda: (Attention(alibi), {}),
     "padding left": lambda: (Attention(padded), {"mask": left_mask()}),
     "padding right": lambda: (Attention(padded), {"mask": left_mask().flip(1)}),
+    "a rank without tokens": lambda: (Attention(padded), {"mask": left_mask(samples=slice(None))}),
+    "queries without keys": lambda: (Attention(hidden), {"mask": left_mask(samples=slice(None))}),
     "packed documents": lambda: (Attention(packed), {"mask": documents()}),
     "chunked": lambda: (Attention(chunked), {}),
     "sink": lambda: (Local(with_sink, sink=nn.Embedding(1, 1)), {}),
