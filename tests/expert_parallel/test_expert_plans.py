@@ -44,6 +44,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         dict(ep=2, tp=2, sequence_parallel=True, zero=3, micro_batches=2, recompute="full"),
     ),
     "ep2-tp2-pp2-zero3-micro2": ("mixtral", 8, dict(ep=2, tp=2, pp=2, zero=3, micro_batches=2)),
+    "ep2-cp2-zero1-clip": ("mixtral", 2, dict(ep=2, cp=2, zero=1, clip_grad_norm=0.5)),
+    "ep2-cp2-zero3-full": ("mixtral", 2, dict(ep=2, cp=2, zero=3, recompute="full")),
+    "ep4-cp2-zero2": ("mixtral", 4, dict(ep=4, cp=2, zero=2, micro_batches=2)),
+    "2xep2-cp2-zero3": ("mixtral", 4, dict(ep=2, cp=2, zero=3)),
+    "ep2-cp2-pp2-zero1-micro2": ("mixtral", 4, dict(ep=2, cp=2, pp=2, zero=1, micro_batches=2)),
+    "ep2-cp2-tp2-zero0": ("mixtral", 4, dict(ep=2, cp=2, tp=2, zero=0)),
     "2-replicas-ep2-zero0": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=0)),
     "2-replicas-ep2-zero1": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=1)),
     "2-replicas-ep2-zero2-micro2": ("mixtral", 4, dict(dp_replicate=2, dp_shard=2, ep=2, zero=2, micro_batches=2)),
@@ -170,7 +176,7 @@ def test_experts_that_depend_on_each_other_are_refused():
     ("fields", "message"),
     [
         (dict(ep=3, dp_shard=4, zero=1), "of which there are 4; ep can be 1, 2, 4"),
-        (dict(ep=2, cp=2, zero=1), "cp=2, which do not go together yet"),
+        (dict(ep=4, cp=2, pp=2, zero=1), "dp_shard and cp, of which there are 2; ep can be 1, 2"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(fields, message):

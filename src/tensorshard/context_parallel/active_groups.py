@@ -58,8 +58,8 @@ def active() -> Activation | None:
 
 
 @contextmanager
-def activated(activation: Activation) -> Iterator[None]:
-    """Works for a group inside. It may be entered again, in other threads too."""
+def activated(activation: Activation | None) -> Iterator[None]:
+    """Works for a group inside, or for none. It may be entered again, in other threads too."""
     before = active()
     _enter()
     _local.activation = activation

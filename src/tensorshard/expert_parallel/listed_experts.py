@@ -51,6 +51,16 @@ class ListedExperts:
     dims: int
     ranks: int
 
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+    @property
+    def token_repeats(self) -> int:
+        """How often the module is given all tokens, one after the other."""
+        return 1
+
     def owner(self, index: int) -> int:
         """The rank that has the expert at `index`."""
         return index * self.ranks // len(self.members)

@@ -29,6 +29,10 @@ class SortedCall(StackedExperts):
     counts: tuple[str, ...]
     experts: int
 
+    @property
+    def token_repeats(self) -> int:
+        return self.experts
+
     @classmethod
     def proposals(cls, module: nn.Module, experts: int) -> Iterator["SortedCall"]:
         parameters = inspect.signature(own_forward(module)).parameters.values()

@@ -26,6 +26,11 @@ class StackedExperts(ABC):
     counts: tuple[str, ...]
     experts: int
 
+    @property
+    def token_repeats(self) -> int:
+        """How often the module is given all tokens, one after the other."""
+        return 1
+
     @classmethod
     @abstractmethod
     def proposals(cls, module: nn.Module, experts: int) -> "Iterator[StackedExperts]":

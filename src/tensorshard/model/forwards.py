@@ -36,6 +36,8 @@ class Role(IntEnum):
     """Functions that want one type get it, where the module mixes 16-bit parameters with fp32 buffers."""
     ROUTED_EXPERTS = auto()
     """Experts compute the tokens of all ranks that chose them; this rank has some of the experts."""
+    OWN_POSITIONS = auto()
+    """Experts are given the tokens of this rank's positions of sequences, and not those of whole ones."""
     INNER_COMPILATION = auto()
     """The code that roles of tensor parallelism run inside of themselves is compiled; the roles are not."""
     SPLIT_LAYER = auto()

@@ -194,14 +194,15 @@ def shard_model(
     model = source.module
     decisions = Decisions() if decisions is None else decisions
     by_hand = split_by_hand(model) if mesh.degrees["tp"] > 1 else {}
-    if plan.ep > 1 and decisions.experts is None:
+    if plan.ep > 1 and plan.ep not in decisions.experts:
         from tensorshard.parallelize.split_experts import choose_experts
 
-        decisions.experts = choose_experts(model, mesh, plan.ep)
+        decisions.experts[plan.ep] = choose_experts(model, mesh, plan.ep)
+    experts = decisions.experts.get(plan.ep, {})
     if mesh.degrees["tp"] > 1 and decisions.table is None and not by_hand:
         from tensorshard.parallelize.split_tensors import choose_table
 
-        decisions.table = choose_table(source, plan, mesh, sample_inputs, experts=decisions.experts or ())
+        decisions.table = choose_table(source, plan, mesh, sample_inputs, experts=experts)
     gathered_operations: Collection[tuple[str, str]] = ()
     if mesh.degrees["cp"] > 1 and not world().is_simulated:
         from tensorshard.parallelize.check_sequences import check_sequences
@@ -213,7 +214,7 @@ def shard_model(
         device,
         decisions.table,
         by_hand,
-        decisions.experts or {},
+        experts,
         storage=storage,
         parameters=decisions.parameters,
         order=PositionOrder(plan.cp_order, in_stages=plan.pp > 1),

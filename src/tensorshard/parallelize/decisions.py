@@ -1,6 +1,6 @@
 """The decisions of one rank about a model and a plan, for another rank of the same plan in the same process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Decisions:
 
     Attributes:
         table: the table of tensor parallelism; None if there is none yet.
-        experts: the modules whose experts are split; None if that is not decided yet.
+        experts: the modules whose experts are split, by the number of ranks that share them.
         recorded: the constructor's run, with a module that is not laid out, and the rules of modules that train
             themselves; None if there is none yet, or if it cannot be used twice.
         shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None if there
@@ -47,7 +47,7 @@ class Decisions:
     """
 
     table: "VerifiedTable | None" = None
-    experts: "dict[str, SplitExperts] | None" = None
+    experts: "dict[int, dict[str, SplitExperts]]" = field(default_factory=dict)
     recorded: "tuple[Recording, list[OwnRule]] | None" = None
     shapes: "CutCache | None" = None
     traced: dict[Any, Traced] | None = None

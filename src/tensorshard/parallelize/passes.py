@@ -61,7 +61,13 @@ def expert_parallel(part: Part, context: PassContext) -> None:
     if context.experts:
         from tensorshard.parallelize.split_experts import split_all_experts
 
-        experts = split_all_experts(part.module, part.full_model, context.experts, context.mesh.expert_group)
+        experts = split_all_experts(
+            part.module,
+            part.full_model,
+            context.experts,
+            context.mesh.expert_group,
+            cuts_sequences=context.mesh.degrees["cp"] > 1,
+        )
         part.split = replace(part.split, experts=experts)
 
 

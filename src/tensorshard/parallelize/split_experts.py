@@ -1,18 +1,29 @@
 """Expert parallelism of a model: the experts are found, and each rank gets its own."""
 
+import math
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
+from tensorshard.context_parallel import whole
+from tensorshard.context_parallel.active_groups import activated
+from tensorshard.context_parallel.layout_changes import gathered, part_of
+from tensorshard.context_parallel.layouts import expanded
+from tensorshard.context_parallel.sequence_tensor import SequenceTensor
+from tensorshard.context_parallel.views import before_use
 from tensorshard.expert_parallel.search import SplitExperts, find_routed_experts
+from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.plan.mesh import Mesh
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.table.layouts import Layout, OwnedLayout
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.process_groups import alone_in_the_world
+from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 
 def choose_experts(model: nn.Module, mesh: Mesh, ranks: int) -> dict[str, SplitExperts]:
@@ -43,18 +54,26 @@ class ExpertTable:
 
 
 def split_all_experts(
-    model: nn.Module, full_model: nn.Module, experts: Mapping[str, SplitExperts], group: dist.ProcessGroup
+    model: nn.Module,
+    full_model: nn.Module,
+    experts: Mapping[str, SplitExperts],
+    group: dist.ProcessGroup,
+    *,
+    cuts_sequences: bool = False,
 ) -> TensorSplit:
     """Makes the modules that `experts` names compute this rank's part; says how their parameters are split.
 
     Args:
         model: the one to change: `full_model`, or a stage of it, which has some of these modules.
+        cuts_sequences: whether ranks have parts of sequences, each of which then sends its own tokens.
     """
     here = dict(model.named_modules())
     layouts: dict[torch.Tensor, Layout] = {}
     for name, call in experts.items():
         if name in here:
             call.split(here[name], group)
+            if cuts_sequences:
+                wrap_forward(here[name], Role.OWN_POSITIONS, partial(_with_own_positions, call.token_repeats))
         for parameter, owner in call.owners(full_model.get_submodule(name)).items():
             rows = (parameter.size(0),)
             layouts[parameter] = Layout(0, rows) if owner is None else OwnedLayout(0, rows, owner)
@@ -64,3 +83,38 @@ def split_all_experts(
         if parameter in layouts
     }
     return TensorSplit(named, group, ExpertTable(experts, group.size()), of_data_ranks=True)
+
+
+def _with_own_positions(repeats: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls experts with the tokens of this rank's positions. Their code sees plain tensors, and so do exchanges.
+
+    Args:
+        repeats: how often the tokens come one after the other.
+    """
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceTensor)]
+    for leaf in given:
+        before_use(leaf, torch.clone)
+    lead = max(given, key=lambda leaf: leaf.is_floating_point(), default=None)
+    if lead is None or lead.split_dim == lead.ndim - 1 or lead.sequence.root[0] % repeats:
+        args, kwargs = whole((args, kwargs))
+        with activated(None):
+            return forward(*args, **kwargs)
+    group, layout, dim, shape = lead.group, lead.sequence, lead.split_dim, lead.local.shape
+
+    def own_part(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == layout.length:
+            return part_of(leaf, dim, layout, "experts", group)
+        return gathered(leaf, "experts")
+
+    def joined(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.shape[: dim + 1] == shape[: dim + 1]:
+            return SequenceTensor(leaf, dim, layout, group)
+        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])  # tokens as one dimension
+        return SequenceTensor(leaf, 0, expanded(layout, outer, inner), group)
+
+    args, kwargs = tree_map(own_part, (args, kwargs))
+    with activated(None):
+        result = forward(*args, **kwargs)
+    return tree_map(joined, result)

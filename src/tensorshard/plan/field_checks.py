@@ -93,23 +93,19 @@ def size_in_bytes(name: str, value: Any) -> int:
     return value
 
 
-def check_experts(plan: Mapping[str, Any]) -> None:
+def check_experts(plan: Mapping[str, Any], axes: str) -> None:
     """Checks ``ep`` against the other fields of a resolved plan.
+
+    Args:
+        axes: along which experts are split, for people.
 
     Raises:
         ValueError: they do not go together.
     """
-    ep, dp_shard = plan["ep"], plan["dp_shard"]
-    if ep == 1:
-        return
-    if dp_shard % ep:
-        divisors = [str(n) for n in range(1, dp_shard + 1) if dp_shard % n == 0]
+    ep, ranks = plan["ep"], plan["dp_shard"] * plan["cp"]
+    if ranks % ep:
+        divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
         raise ValueError(
-            f"ep={ep} was given, and experts are split over the ranks of dp_shard, of which there are {dp_shard}; ep "
-            f"can be {', '.join(divisors)}"
-        )
-    if plan["cp"] > 1:
-        raise ValueError(
-            f"ep={ep} was given with cp={plan['cp']}, which do not go together yet; set cp=1 (dp_shard, dp_replicate, "
-            f"pp, tp and zero go with ep), or ep=1"
+            f"ep={ep} was given, and experts are split over the ranks of {axes}, of which there are {ranks}; ep can be "
+            f"{', '.join(divisors)}"
         )

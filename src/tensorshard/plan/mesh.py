@@ -210,7 +210,9 @@ class Mesh:
         plan = self._plan
         if plan.ep == 1:
             return self
-        seen = replace(plan, dp_shard=plan.dp_shard // plan.ep, cp=plan.ep, ep=1, compile=False, logits=Plan().logits)
+        seen = replace(
+            plan, dp_shard=plan.dp_shard * plan.cp // plan.ep, cp=plan.ep, ep=1, compile=False, logits=Plan().logits
+        )
         made = _ExpertMesh(seen, self.device_mesh.device_type, self._group, timeout=self._timeout)
         self._made += [group for group in made._made if group not in self._made]
         made._made = self._made  # groups that are made later get their timeouts with all others
@@ -259,7 +261,7 @@ class Mesh:
             lines += self._describe_stages()
         if self._plan.ep > 1:
             ranks = self._numbers(group_ranks(self.rank, "cp", self.experts.degrees))
-            lines.append(f"experts are split over {self._plan.ep} ranks of dp_shard: {ranks}")
+            lines.append(f"experts are split over {self._plan.ep} ranks of {self._plan.expert_axes}: {ranks}")
         for axis in AXES:
             if self.degrees[axis] > 1:
                 lines.append(f"all groups along {axis}: {self._all_groups(axis)}")

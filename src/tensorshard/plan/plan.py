@@ -52,8 +52,8 @@ class Plan(FromOthers):
             -1 takes all processes that the other axes leave. At most one axis may be -1.
         tp: degree of tensor parallelism. pp: pipeline stages. cp: degree of context parallelism, which splits
             sequences; parameters are sharded over ``dp_shard`` and ``cp`` together.
-        ep: degree of expert parallelism: over how many of the ``dp_shard`` processes the experts of each mixture are
-            split; it divides ``dp_shard``. See ``docs/expert-parallelism.md``.
+        ep: degree of expert parallelism: over how many of the ``dp_shard`` x ``cp`` processes the experts of each
+            mixture are split; it divides their number. See ``docs/expert-parallelism.md``.
         zero: the ZeRO level along ``dp_shard`` (Rajbhandari et al. 2020): 0 shards nothing, 1 the optimizer states,
             2 gradients as well, 3 parameters as well. Paddle's names "os", "os_g", "p_g_os" mean 1, 2, 3.
         micro_batches: into how many parts ``Engine.step`` cuts its batch; gradients accumulate over them.
@@ -207,7 +207,7 @@ class Plan(FromOthers):
 
     def _checked(self) -> "Plan":
         self._check_context()
-        check_experts(vars(self))
+        check_experts(vars(self), self.expert_axes)
         if self.pp > 1:
             stages = self.stages_per_rank * self.pp
             if self.pp_split is not None and len(self.pp_split) + 1 != stages:
@@ -280,6 +280,11 @@ class Plan(FromOthers):
         """Number of processes over which a resolved plan shards states: dp_shard x cp."""
         return self.dp_shard * self.cp
 
+    @property
+    def expert_axes(self) -> str:
+        """The axes whose ranks share experts, for people."""
+        return "dp_shard" if self.cp == 1 else "dp_shard and cp"
+
     def in_short(self) -> str:
         """The axes of a degree above 1, ``zero``, and the fields that are not at their defaults, as overrides."""
         usual = Plan()
@@ -316,7 +321,7 @@ class Plan(FromOthers):
             lines.append(f"tp_plan        {'to be found' if self.tp_plan is None else f'{len(self.tp_plan)} entries'}")
             lines.append(f"sequences      {'split between split layers' if self.sequence_parallel else 'whole'}")
         if self.ep != 1:
-            lines.append(f"experts        over {self.ep} of the ranks of dp_shard")
+            lines.append(f"experts        over {self.ep} of the ranks of {self.expert_axes}")
         if self.offloaded is not None:
             lines.append(f"offload        {self.offloaded.describe()}")
         return "\n".join(lines)

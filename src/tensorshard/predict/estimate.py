@@ -311,7 +311,8 @@ def estimate(
     calls = [partial(estimated, stage) for stage in _fullest_first(len(first_ranks))]
     # A table is searched for on real blocks, and the model's constructor run, by the first rank for all.
     is_built = isinstance(model, nn.Module) or decisions.recorded is not None
-    alone = 0 if is_built and (resolved.tp == 1 or decisions.table is not None) else 1
+    is_split = (resolved.tp == 1 or decisions.table is not None) and resolved.ep in (1, *decisions.experts)
+    alone = 0 if is_built and is_split else 1
     ranks: list[RankEstimate] = []
     # The two ends take the most memory. If one takes too much, the others need not be run.
     ends = len(calls) if stop_above is None else alone + 2
@@ -441,7 +442,7 @@ def _is_of_each(transfer: Transfer, plan: Plan) -> bool:
         return transfer.collective in ("send", "receive")  # not those of the loss, and of gradients that stages share
     if transfer.section == UPDATE:
         return False
-    if transfer.axis in ("dp_replicate", "dp_shard", "dp", "shard", "gradients", "world"):
+    if transfer.axis in ("dp_replicate", "dp_shard", "dp", "shard", "gradients", "experts", "world"):
         if plan.zero == 2:
             return transfer.section == BACKWARD
         return plan.zero == 3 and transfer.collective != "all_reduce"

@@ -108,10 +108,14 @@ class OperationLedger(TorchDispatchMode):
     def operations(self, mesh: Mesh, plan: Plan) -> Operations:
         """What was counted, with each group named by its axis of `mesh`."""
         axes = {name: axis_of(dist.get_process_group_ranks(group), mesh) for name, group in self._groups.items()}
+        sharing = dist.get_process_group_ranks(mesh.expert_group) if plan.ep > 1 else []
         found = Operations(Counter(self._counts.kernels))
         for (transfer, group), count in self._counts.transfers.items():
             if transfer.ranks > 1:
                 axis = axes[group]
+                if transfer.collective == "all_to_all" and dist.get_process_group_ranks(self._groups[group]) == sharing:
+                    found.transfers[replace(transfer, axis="ep", overlaps=False)] += count  # experts wait for tokens
+                    continue
                 if axis == "cp" and (transfer.part_of or transfer.collective) != "all_to_all":
                     axis = "shard"  # with one data rank, parameters and gradients travel along cp alone
                 hidden = transfer.overlaps or (plan.zero == 3 and _is_of_fsdp(transfer, axis))
@@ -210,7 +214,7 @@ def _is_of_fsdp(transfer: Transfer, axis: str) -> bool:
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:
     """The axis along which a group of this rank lies; "dp" for both data axes, "shard" for dp_shard and cp,
-    "gradients" for all three, "world" for any other group."""
+    "gradients" for all three, "experts" for those that hold the same experts, "world" for any other group."""
     for axis in AXES:
         if mesh.degrees[axis] > 1 and ranks == group_ranks(mesh.rank, axis, mesh.degrees):
             return axis
@@ -218,4 +222,7 @@ def axis_of(ranks: list[int], mesh: Mesh) -> str:
         step = mesh.degrees["tp"]
         if ranks == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
             return "shard" if len(ranks) == mesh.shard_size else "gradients"
-    return "dp" if len(ranks) == mesh.dp_size < mesh.world_size else "world"
+    if len(ranks) == mesh.dp_size < mesh.world_size:
+        return "dp"
+    holders = mesh.experts
+    return "experts" if holders is not mesh and len(ranks) in (holders.shard_size, holders.dp_size) else "world"

@@ -37,7 +37,8 @@ class Transfer:
     Args:
         section: of the step, as for :class:`Kernel`.
         axis: the axis of the mesh along which the group lies; "dp" for both data axes at once, "shard" for dp_shard and
-            cp, over which parameters are sharded, "gradients" for the data axes and cp, "world" for all ranks.
+            cp, over which parameters are sharded, "gradients" for the data axes and cp, "ep" for the ranks that share
+            experts, "experts" for those that hold the same ones, "world" for all ranks.
         collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send" or
             "receive".
         nbytes: bytes of the full tensor: the one that is gathered, or the one that is reduced.

@@ -196,8 +196,10 @@ def link_of(axis: str, ranks: int, plan: Plan, world_size: int, rates: Rates) ->
         stride = math.prod(getattr(plan, inner) for inner in AXES[AXES.index(axis) + 1 :])
     elif axis == "dp":
         stride = plan.cp * plan.tp
-    elif axis in ("shard", "gradients"):
+    elif axis in ("shard", "gradients", "ep"):
         stride = plan.tp
+    elif axis == "experts":
+        stride = plan.tp * plan.ep
     if stride * (ranks - 1) < rates.devices_per_node:
         return rates.within_node
     together = max(1, rates.devices_per_node // stride)

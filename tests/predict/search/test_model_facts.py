@@ -19,6 +19,10 @@ def test_a_mixture_of_experts_in_fp32_has_facts():
     tokens = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
     facts = model_facts(partial(transformers.MixtralForCausalLM, config), tokens, 2)
     assert facts is not None and facts.blocks == 2
+    assert (
+        facts.expert_parts == (1, 2, 4)
+        and 0.5 < facts.expert_share[0] < facts.expert_share[1] < facts.expert_share[2] == 1
+    )
 
 
 class Mistaken(nn.Module):

@@ -46,12 +46,16 @@ class Candidate:
     order: int
 
 
-def candidates(problem: SearchProblem) -> tuple[list[Candidate], list[Refusal]]:
-    """The plans to choose from, simpler ones first, and the regions without any plan."""
+def candidates(problem: SearchProblem, expert_parts: Sequence[int] = (1,)) -> tuple[list[Candidate], list[Refusal]]:
+    """The plans to choose from, simpler ones first, and the regions without any plan.
+
+    Args:
+        expert_parts: over how many ranks the model's experts can be split.
+    """
     refused: dict[str, str] = {}
     found: list[Candidate] = []
     for tp, pp, cp, dp in _splits(problem, refused):
-        for shape in _shapes(problem, tp, pp, cp, dp):
+        for shape in _shapes(problem, tp, pp, cp, dp, expert_parts):
             for plan in _plans(problem, shape, problem.global_batch // dp, refused):
                 size = problem.global_batch // dp // plan.micro_batches
                 found.append(Candidate(plan, size, len(found)))
@@ -99,8 +103,10 @@ def _sequence_parts(problem: SearchProblem, ranks: int) -> list[int]:
     return [cp for cp in _divisors(ranks) if cp <= longest or cp == 1]
 
 
-def _shapes(problem: SearchProblem, tp: int, pp: int, cp: int, dp: int) -> Iterator[dict[str, Any]]:
-    """Fields of a Plan with these degrees: the axes, sequence parallelism and the pipeline's schedule."""
+def _shapes(
+    problem: SearchProblem, tp: int, pp: int, cp: int, dp: int, expert_parts: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Fields of a Plan with these degrees: the axes, sequence parallelism, the pipeline's schedule, and ep."""
     sequences = _options(problem, "sequence_parallel", (False, True) if tp > 1 else (False,))
     names = _options(problem, "pp_schedule", [name for name, _ in _SCHEDULES] if pp > 1 else ["1f1b"])
     for sequence in sequences:
@@ -108,16 +114,19 @@ def _shapes(problem: SearchProblem, tp: int, pp: int, cp: int, dp: int) -> Itera
             default = dict(_SCHEDULES).get(name) if pp > 1 else None
             for stages in _options(problem, "pp_stages_per_rank", (default,)):
                 for shard in _shard_degrees(problem, tp * cp, dp):
-                    yield {
-                        "tp": tp,
-                        "pp": pp,
-                        "cp": cp,
-                        "dp_shard": shard,
-                        "dp_replicate": dp // shard,
-                        "sequence_parallel": sequence,
-                        "pp_schedule": name,
-                        "pp_stages_per_rank": stages,
-                    }
+                    parts = [n for n in expert_parts if shard % n == 0 and (n == 1 or cp == 1)]
+                    for ep in _options(problem, "ep", parts):
+                        yield {
+                            "tp": tp,
+                            "pp": pp,
+                            "cp": cp,
+                            "dp_shard": shard,
+                            "dp_replicate": dp // shard,
+                            "sequence_parallel": sequence,
+                            "pp_schedule": name,
+                            "pp_stages_per_rank": stages,
+                            "ep": ep,
+                        }
 
 
 def _shard_degrees(problem: SearchProblem, inner: int, dp: int) -> list[int]:
@@ -145,6 +154,9 @@ def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: d
         batch: samples of one data rank.
     """
     several = shape["dp_shard"] * shape["cp"] > 1
+    if shape["ep"] > 1 and shape["dp_shard"] % shape["ep"]:
+        refused.setdefault(f"ep={shape['ep']}", f"does not divide the {shape['dp_shard']} ranks of dp_shard")
+        return
     if shape["dp_replicate"] > 1 and several:
         levels: Sequence[Any] = (1, 2, 3)  # ZeRO 0 shards nothing: all data ranks are replicas, which is another shape
     else:

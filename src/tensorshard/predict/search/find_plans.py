@@ -39,7 +39,8 @@ def find_plans(
 
     It considers every plan that the number of ranks and the batch allow: degrees of data parallelism (with hybrid
     sharding between nodes), `tp` with and without sequence parallelism, pipelines with their schedules, ZeRO levels,
-    micro-batches, recomputation, `cp` where a micro-batch has one sample, and, on CPU ranks, offload to disk. It
+    micro-batches, recomputation, `cp` where a micro-batch has one sample, `ep` for mixtures of experts, and, on CPU
+    ranks, offload to disk. It
     predicts the time of each, and estimates those near the best (:func:`tensorshard.estimate`), the most promising
     first. The same search gives the same plans.
     Fields that change results, such as precision and clipping, are as in `fixed`, or at a Plan's defaults.

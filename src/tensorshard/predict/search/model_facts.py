@@ -1,8 +1,9 @@
 """What one forward on fake tensors tells about a model: its blocks' work and outputs. It needs no process group."""
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from tensorshard.common.sampled_loops import SampledLoop, sample_loops
+from tensorshard.expert_parallel.search import find_routed_experts
 from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.fake_copies import make_fake_copy
@@ -23,6 +25,7 @@ from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import (
     grouped_products_of_any_dtype,
+    unset_fake_temporarily,
     without_fake_kernel_reports,
 )
 from tensorshard.weights.files.pretrained_model import PretrainedModel
@@ -47,6 +50,9 @@ class ModelFacts:
         narrow: bytes by which frozen 16-bit parameters are smaller than in fp32.
         units: how often the forward calls what a pipeline cannot cut: the most stages that there can be.
         attention: (bytes of queries and outputs, bytes of keys and values) of each call of attention -> how often.
+        expert_parts: over how many ranks the experts of all mixtures can be split, 1 included.
+        expert_share: the part of all trained elements that is in these experts; of those of the block that has the most
+            trained elements; of the largest parameter, 1 or 0.
     """
 
     samples: int
@@ -61,6 +67,8 @@ class ModelFacts:
     narrow: int = 0
     units: int = 0
     attention: Counter[tuple[int, int]] = field(default_factory=Counter)
+    expert_parts: tuple[int, ...] = (1,)
+    expert_share: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class _BlockKernels(TorchDispatchMode):
@@ -124,12 +132,37 @@ def model_facts(
                 copied = model.build() if isinstance(model, PretrainedModel) else model()
             batch = map_tensors_once(lambda t: torch.empty(t.shape, dtype=t.dtype), inputs)
             equal = equal_blocks(copied)  # before hooks are registered
-            return replace(_one_forward(copied, batch, samples, units), equal_blocks=equal)
+            facts = replace(_one_forward(copied, batch, samples, units), equal_blocks=equal)
+            with unset_fake_temporarily(), torch.enable_grad():
+                return _with_experts(facts, copied)
     except Exception as error:
         if not raised_by_model(error):
             raise
         logger.debug("the model was not run on fake tensors: %r", error)
         return None
+
+
+def _with_experts(facts: ModelFacts, model: nn.Module) -> ModelFacts:
+    """The facts, with those about the experts of `model`."""
+    try:
+        found = find_routed_experts(model, 1)
+    except ValueError:  # there are none
+        return facts
+    counts = math.gcd(*(call.experts for call in found.values()))
+    experts = {p for name, call in found.items() for p in call.owners(model.get_submodule(name)) if p.requires_grad}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    blocks = [[p for p in block.parameters() if p.requires_grad] for block in find_blocks(model).values()]
+
+    def elements(parameters: Iterable[torch.Tensor]) -> int:
+        return sum(p.numel() for p in parameters)
+
+    def share(parameters: list[nn.Parameter]) -> float:
+        return elements(experts.intersection(parameters)) / (elements(parameters) or 1)
+
+    largest = max(trained, key=torch.Tensor.numel, default=None)
+    shares = share(trained), share(max(blocks, key=elements, default=[])), float(largest in experts)
+    parts = tuple(n for n in range(1, counts + 1) if counts % n == 0)
+    return replace(facts, expert_parts=parts, expert_share=shares)
 
 
 def _one_forward(model: nn.Module, batch: Any, samples: int, named: list[str] | None) -> ModelFacts:

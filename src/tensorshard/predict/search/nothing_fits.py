@@ -95,7 +95,7 @@ def _nearest(search: Search, taken: list[CandidateState]) -> CandidateState:
         if nearest.is_estimated:
             break
         with suppress(*REFUSALS):  # without an estimate its bound stays
-            nearest.estimate = search.problem.estimate(nearest.plan)
+            nearest.estimate = search.problem.under(nearest.plan.ep).estimate(nearest.plan)
     return min(taken, key=lambda one: (not one.is_estimated, one.memory))
 
 

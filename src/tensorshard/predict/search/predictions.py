@@ -71,8 +71,8 @@ class Predictions:
     def _nearest(self, plan: Plan) -> tuple[Trace, TraceKey, int, int]:
         """The nearest trace to a plan, its key, and the numbers of tp and of cp ranks by which to divide its work."""
         wanted = trace_key(plan)
-        for cp in dict.fromkeys((wanted.cp, 1)):
-            same = wanted._replace(cp=cp)
+        for ep, cp in dict.fromkeys((ep, cp) for ep in (wanted.ep, 1) for cp in (wanted.cp, 1)):
+            same = wanted._replace(cp=cp, ep=ep)
             plain = same._replace(recompute="none")
             for key in (same, plain, plain._replace(sequence_parallel=not wanted.sequence_parallel)):
                 if key in self.traces:
@@ -89,18 +89,29 @@ class Predictions:
         copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
         base, largest = self.traces[BASE], self._largest(plan)  # which is in one of the stages
         width = 4 if plan.precision == "fp32" else 6
-        parameters = whole = max(trace.parameters / split, base.gradients / 4 * largest * width)
+        kept_here, kept_traced = self._kept_of_experts(plan.ep), self._kept_of_experts(key.ep)
+        of_one = self._kept_of_experts(plan.ep, 2)  # of the largest parameter
+
+        def held_of(traced: int, in_base: float, level: int) -> float:
+            """Bytes of values that are sharded at ZeRO `level` and above."""
+            if zero >= level:  # experts are sharded over fewer ranks, which have fewer of them
+                return max(traced / kept_traced / split, in_base * largest) / shard
+            return max(traced / kept_traced * kept_here / split, in_base * largest * of_one)
+
+        of_parameters = trace.parameters, base.gradients / 4 * width
+        whole, in_parts = held_of(*of_parameters, level=4), held_of(*of_parameters, level=min(zero, 1))
+        parameters = whole
         gathered = self._gathered(plan) if zero == 3 and shard > 1 else 0.0
         if zero == 3:
             # Frozen 16-bit weights stay as they are; the trace is of ZeRO 0, which computes with them in fp32.
             narrow = self.facts.narrow if self.facts is not None and plan.precision == "fp32" else 0
-            parameters = (parameters - narrow / split) / shard + gathered
+            parameters = in_parts - narrow / split / shard + gathered
         elif zero and plan.precision != "fp32":
-            parameters *= copies + (1 - copies) / shard
-        gradients = max(trace.gradients / split, base.gradients * largest) / (shard if zero >= 2 else 1)
+            parameters = whole * copies + in_parts * (1 - copies)
+        gradients = held_of(trace.gradients, base.gradients, level=2)
         if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
             gradients /= 2  # those of a single micro-batch are reduced as they come
-        optimizer = max(trace.optimizer / split, base.optimizer * largest) / (shard if zero >= 1 else 1)
+        optimizer = held_of(trace.optimizer, base.optimizer, level=1)
         if plan.offloaded is not None:
             gradients, optimizer = 0.0, 0.0
             if not self.problem.on_cpus:  # master weights are in the host's memory
@@ -121,6 +132,10 @@ class Predictions:
         segments = -(-int(held) // SMALL_SEGMENT)  # an allocator reserves whole segments
         return max(1, segments) * SMALL_SEGMENT + self.problem.hardware.context_under(plan)
 
+    def _kept_of_experts(self, ep: int, place: int = 0) -> float:
+        """The part of the parameters that a rank has, if `ep` ranks share the experts. `place`: as in the facts."""
+        return 1.0 if self.facts is None else 1 - self.facts.expert_share[place] * (1 - 1 / ep)
+
     def _largest(self, plan: Plan) -> float:
         """The part of all trained elements that a rank with the largest parameter has of it."""
         return 0.0 if self.facts is None else self.facts.largest_share / plan.tp
@@ -129,9 +144,9 @@ class Predictions:
         """Bytes of the weights that ZeRO 3 gathers at once: at least those of a block, and the largest parameter."""
         if self.facts is None:
             return 0.0
-        elements = self.traces[BASE].gradients / 4 * self._largest(plan)
+        elements = self.traces[BASE].gradients / 4 * self._largest(plan) * self._kept_of_experts(plan.ep, 2)
         if plan.shard_units is None:
-            elements = max(elements, self.facts.largest_block / plan.tp)
+            elements = max(elements, self.facts.largest_block / plan.tp * self._kept_of_experts(plan.ep, 1))
         return elements * (4 if plan.precision == "fp32" else 2)
 
     def _activations(self, plan: Plan, trace: Trace, key: TraceKey) -> float:
@@ -159,6 +174,8 @@ class Predictions:
         if key.recompute != plan.recompute:
             backward += self._recompute_seconds(plan, size)
         waiting = self._along_tp(trace, key, candidate, parts) + self._along_cp(trace, key, candidate)
+        if key.ep == plan.ep > 1:  # before there is a trace, tokens are taken to travel in no time
+            waiting += self._traced("ep", trace, candidate)
         each = forward + backward + waiting  # of a micro-batch
         work = each * count / plan.pp
         bubble = 0.0
@@ -167,7 +184,8 @@ class Predictions:
             bubble = work * _bubble(*schedule, share, may_split_backward(plan))
         passes = self._passes_over_gradients(plan) / plan.pp
         along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp, passes)
-        shard = split * plan.pp * (plan.shard_size if plan.zero else 1)
+        updated = 1.0 if plan.zero else self._kept_of_experts(plan.ep)
+        shard = split * plan.pp * (plan.shard_size if plan.zero else 1) * self._kept_of_experts(key.ep) / updated
         update = trace.seconds(UPDATE, problem, trace.samples, shard) + self._offload(plan, trace, split)
         seconds = work + bubble + along_dp + update + passes
         return self.problem.on_cores(seconds, seconds - bubble), bubble, waiting * count / plan.pp + along_dp
@@ -247,7 +265,7 @@ class Predictions:
         if ranks == 1:
             return 0.0
         count, blocks = plan.micro_batches, 1 if self.facts is None else max(1, self.facts.blocks // plan.pp)
-        gradients = self.traces[BASE].gradients / plan.tp / plan.pp / blocks
+        gradients = self.traces[BASE].gradients * self._kept_of_experts(plan.ep) / plan.tp / plan.pp / blocks
         weights = gradients if plan.precision == "fp32" else gradients / 2
 
         def seconds(collective: str, axis: str, nbytes: float, ranks: int) -> float:
@@ -290,6 +308,7 @@ class Predictions:
             passes += _COPIED[kind] * times if plan.zero == 3 and plan.shard_size > 1 else 0
         rates = self.problem.rates
         low, high = rates.memory_efficiency
+        passes *= self._kept_of_experts(plan.ep)
         return passes * self.traces[BASE].gradients / plan.tp / (rates.memory_bandwidth * (low * high) ** 0.5)
 
     def _transfer(self, transfer: Transfer, plan: Plan) -> float:

@@ -33,7 +33,7 @@ OBJECTIVES = ("time", "memory", "cost")
 
 SEARCHED = (
     "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "zero",
-    "micro_batches", "recompute", "offload",
+    "micro_batches", "recompute", "offload", "ep",
 )  # fmt: skip
 """The fields of a Plan that a search chooses; all others are the user's, or at their defaults."""
 
@@ -52,6 +52,8 @@ class SearchProblem:
             it.
         shared: what holds for several plans: the run of the model's constructor, and the runs from which pipelines are
             cut. Estimates fill it.
+        tables_beside_experts: the tables of plans that split experts over ranks with different samples. They leave
+            these out.
         captures: the model's runs from which tables were found. Estimates fill it.
         shortened: the problems for the models with fewer blocks, by the number of blocks that they keep.
         parameters: the elements of the whole model's parameters, which a model with fewer blocks counts as having; 0
@@ -69,6 +71,7 @@ class SearchProblem:
     global_batch: int
     fixed: Mapping[str, Any]
     tables: dict[tuple[int, bool], VerifiedTable | None] = field(default_factory=dict)
+    tables_beside_experts: dict[tuple[int, bool], VerifiedTable | None] = field(default_factory=dict)
     shared: Decisions = field(default_factory=lambda: Decisions(traced={}))
     captures: Captures = field(default_factory=dict)
     shortened: dict[int, "SearchProblem"] = field(default_factory=dict)
@@ -94,6 +97,10 @@ class SearchProblem:
     def may_split_sequences(self) -> bool:
         """Whether the fixed fields leave room for context parallelism."""
         return not self.fixed.get("compile") and self.fixed.get("ep", 1) == 1
+
+    def under(self, ep: int) -> "SearchProblem":
+        """The same problem with the tables of plans with this `ep`."""
+        return self if ep == 1 else replace(self, tables=self.tables_beside_experts)
 
     def plan(self, **chosen: Any) -> Plan:
         """The Plan with the `chosen` fields and the fixed ones. A fixed field wins."""

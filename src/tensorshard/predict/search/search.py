@@ -122,7 +122,7 @@ class Progress:
 
 
 _SAME = tuple(name for name in SEARCHED if name not in ("recompute", "offload", "zero", "micro_batches"))
-_STAGES = ("tp", "sequence_parallel", "cp", "pp", "pp_schedule", "pp_stages_per_rank")
+_STAGES = ("tp", "sequence_parallel", "cp", "ep", "pp", "pp_schedule", "pp_stages_per_rank")
 
 
 @dataclass
@@ -208,7 +208,6 @@ class Search:
 
     def _prepare(self, progress: Progress) -> None:
         problem = self.problem
-        listed, self.refused = candidates(problem)
         if BASE not in self.traces:
             # As many samples as a data rank has if all ranks are data ranks. Most plans compute about as many at once.
             samples = min(problem.global_batch, max(2, problem.global_batch // problem.world_size))
@@ -217,6 +216,7 @@ class Search:
             if self.facts is not None:
                 problem = self.problem = replace(problem, parameters=self.facts.parameters)
             self.traces[BASE] = run_trace(problem, BASE, samples, self._equal_blocks)
+        listed, self.refused = candidates(problem, (1,) if self.facts is None else self.facts.expert_parts)
         listed = self._with_enough_units(listed)
         self._predictions = Predictions(problem, self.traces, self.facts)
         self.considered = [CandidateState(candidate, self._predictions.of(candidate)) for candidate in listed]
@@ -277,7 +277,8 @@ class Search:
         progress: Progress,
     ) -> None:
         """Runs a trace for `one`, and predicts anew what it tells more of."""
-        along = f"tp={key.tp}{' with sequences split' * key.sequence_parallel}{f', cp={key.cp}' * (key.cp > 1)}"
+        along = f"tp={key.tp}{' with sequences split' * key.sequence_parallel}"
+        along += f"{f', cp={key.cp}' * (key.cp > 1)}{f', ep={key.ep}' * (key.ep > 1)}"
         progress.say(f"running {along}, recompute={key.recompute}")
         try:
             self.traces[key] = run_trace(self.problem, key, self.traces[BASE].samples, self._equal_blocks)
@@ -298,7 +299,7 @@ class Search:
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated, one with a few of the blocks")
         one.extrapolated = False
         try:
-            prediction = predict_from_few_blocks(self.problem, one.plan, self._equal_blocks)
+            prediction = predict_from_few_blocks(self.problem.under(one.plan.ep), one.plan, self._equal_blocks)
         except Exception as error:
             check_needs_all_blocks(error)
             return
@@ -311,9 +312,10 @@ class Search:
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
         self.estimates += 1
         plan, samples = one.plan, self.traces[BASE].samples
-        search_table(self.problem, plan.tp, samples, self._equal_blocks, sequence_parallel=plan.sequence_parallel)
+        problem, whole = self.problem.under(plan.ep), plan.sequence_parallel
+        search_table(problem, plan.tp, samples, self._equal_blocks, sequence_parallel=whole, ep=plan.ep)
         try:
-            one.estimate = self.problem.estimate(one.plan, stop_above=self.problem.memory)
+            one.estimate = problem.estimate(one.plan, stop_above=self.problem.memory)
         except REFUSALS as error:
             one.refused = first_line(error)
             for other in self._refused_alike(one.plan):
@@ -423,7 +425,9 @@ def _cuts_samples(plan: Plan, than: Plan) -> bool:
         return False
     if plan.dp_size != more * than.dp_size or plan.micro_batches * more != than.micro_batches:
         return False
-    return all(getattr(plan, name) == getattr(than, name) for name in ("tp", "sequence_parallel", "zero", "offload"))
+    return all(
+        getattr(plan, name) == getattr(than, name) for name in ("tp", "sequence_parallel", "ep", "zero", "offload")
+    )
 
 
 def _saves_more(plan: Plan, than: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""Steps of one data rank, from which many plans are predicted."""
+"""Steps of one data rank, or of those that share experts, from which many plans are predicted."""
 
 import logging
 from collections import Counter
@@ -35,11 +35,12 @@ class TraceKey(NamedTuple):
     sequence_parallel: bool
     recompute: str
     cp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
         """How many ranks take the step together."""
-        return self.tp * self.cp
+        return self.tp * self.cp * self.ep
 
 
 BASE = TraceKey(1, False, "none")
@@ -47,7 +48,7 @@ BASE = TraceKey(1, False, "none")
 
 def trace_key(plan: Plan) -> TraceKey:
     """The key of the trace that `plan` is predicted from."""
-    return TraceKey(plan.tp, plan.sequence_parallel, plan.recompute, plan.cp)
+    return TraceKey(plan.tp, plan.sequence_parallel, plan.recompute, plan.cp, plan.ep)
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Trace:
     Args:
         samples: the samples of the step.
         kernels: the kernels by section, with their counts.
-        transfers: the transfers along tp and cp in forward and backward.
+        transfers: the transfers along tp, cp and ep in forward and backward.
         parameters, gradients, optimizer, activations: the most bytes that were held of each at once.
         working: the most bytes of activations, temporaries and inputs that forward or backward held at once.
     """
@@ -109,9 +110,10 @@ def run_trace(problem: SearchProblem, key: TraceKey, samples: int, equal_blocks:
     Raises:
         ValueError, NotImplementedError: the model does not take such plans.
     """
+    problem = problem.under(key.ep)
     if equal_blocks and problem.can_be_shortened:
         try:
-            search_table(problem, key.tp, samples, equal_blocks, sequence_parallel=key.sequence_parallel)
+            search_table(problem, key.tp, samples, equal_blocks, sequence_parallel=key.sequence_parallel, ep=key.ep)
             few, more = problem.with_few_blocks(
                 partial(_run, key=key, samples=samples), equal_blocks, key.tp, sequence_parallel=key.sequence_parallel
             )
@@ -129,11 +131,18 @@ def check_needs_all_blocks(error: Exception) -> None:
 
 
 def search_table(
-    problem: SearchProblem, tp: int, samples: int, equal_blocks: Sequence[str], *, sequence_parallel: bool
+    problem: SearchProblem,
+    tp: int,
+    samples: int,
+    equal_blocks: Sequence[str],
+    *,
+    sequence_parallel: bool,
+    ep: int = 1,
 ) -> None:
     """Searches for the table of `tp` ranks on the model with a few of its equal blocks; keeps that of the full model.
 
-    If there is one, or the model cannot be shortened, this does nothing: its estimate searches on the full model.
+    `problem` has the tables of plans with this `ep`. If there is one for these ranks, or the model cannot be shortened,
+    this does nothing: its estimate searches on the full model.
     """
     possible = tp > 1 and equal_blocks and problem.can_be_shortened
     if not possible or problem.has_table(tp, sequence_parallel=sequence_parallel):
@@ -141,7 +150,8 @@ def search_table(
     kept = KEPT[0]
     short = problem.without_tables().with_blocks(kept, equal_blocks, tp, sequence_parallel=sequence_parallel)
     try:
-        short.estimate(_alone(short, TraceKey(tp, sequence_parallel, "none")), tp, samples)
+        key = TraceKey(tp, sequence_parallel, "none", ep=ep)
+        short.estimate(_alone(short, key), key.ranks, samples)
     except Exception as error:
         check_needs_all_blocks(error)
         return
@@ -158,9 +168,9 @@ def _run(problem: SearchProblem, key: TraceKey, samples: int) -> Trace:
 
 
 def _alone(problem: SearchProblem, key: TraceKey) -> Plan:
-    """The plan of one data rank for a trace, without a pipeline."""
+    """The plan of one data rank for a trace, or of the `ep` ranks that share experts, without a pipeline."""
     alone: dict[str, Any] = dict.fromkeys(("pp_split", "pp_stages_per_rank", "pp_units"), None)
-    alone |= {"dp_replicate": 1, "dp_shard": 1, "pp": 1, "pp_schedule": "1f1b", "zero": 0, "micro_batches": 1}
+    alone |= {"dp_replicate": 1, "dp_shard": key.ep, "pp": 1, "pp_schedule": "1f1b", "zero": 0, "micro_batches": 1}
     alone |= {"offload": None, **key._asdict()}
     if key.tp == 1:
         alone["tp_plan"] = None
@@ -199,7 +209,7 @@ def _extrapolated(few: Trace, more: Trace, blocks: Sequence[str]) -> Trace:
 def _trace_of(rank: RankEstimate, samples: int) -> Trace:
     kernels = {section: list(rank.operations.of(section)) for section in SECTIONS}
     along = rank.operations.transfers.items()
-    transfers = [(t, n) for t, n in along if t.section != UPDATE and t.axis in ("tp", "cp")]
+    transfers = [(t, n) for t, n in along if t.section != UPDATE and t.axis in ("tp", "cp", "ep")]
     most = {
         name: max([rank.by_category[name], *(moment.held[place] for moment in rank.history)])
         for place, name in enumerate(CATEGORIES)

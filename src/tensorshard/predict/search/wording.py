@@ -11,7 +11,7 @@ from tensorshard.predict.step_time import BUBBLE, COMMUNICATION, OFFLOAD
 _LOSSES = {BUBBLE: "to the bubble", COMMUNICATION: "to exposed communication", OFFLOAD: "to offload"}
 _WORTH_SAYING = 0.02
 # The order in which rejected values of fields are listed.
-_TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "cp", "pp", "dp_replicate", "offload")
+_TOLD = ("zero", "recompute", "micro_batches", "tp", "sequence_parallel", "cp", "ep", "pp", "dp_replicate", "offload")
 
 
 def plan_words(plan: Plan) -> str:
@@ -144,6 +144,6 @@ def _cause(plan: Plan, category: str) -> str:
         return f"pp={plan.pp}"
     if category == OFFLOAD:
         return f"offload={plan.offload}"
-    axes = ("tp", "cp", "dp_replicate", "dp_shard")
+    axes = ("tp", "cp", "ep", "dp_replicate", "dp_shard")
     names = [f"{name}={getattr(plan, name)}" for name in axes if getattr(plan, name) > 1]
     return " ".join(names) or f"pp={plan.pp}"
