@@ -54,6 +54,7 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-2-zero3-tiled": ("gpt", 2, dict(zero=3, logits="tiled")),
     "llama-2-zero3": ("llama", 2, dict(zero=3)),
     "mixtral-2-ep2-zero1": ("mixtral", 2, dict(ep=2, zero=1)),
+    "mixtral-4-ep4-cp2-zero3": ("mixtral", 4, dict(ep=4, cp=2, zero=3)),
 }
 
 

@@ -114,7 +114,7 @@ def _shapes(
             default = dict(_SCHEDULES).get(name) if pp > 1 else None
             for stages in _options(problem, "pp_stages_per_rank", (default,)):
                 for shard in _shard_degrees(problem, tp * cp, dp):
-                    parts = [n for n in expert_parts if shard % n == 0 and (n == 1 or cp == 1)]
+                    parts = [n for n in expert_parts if shard * cp % n == 0]
                     for ep in _options(problem, "ep", parts):
                         yield {
                             "tp": tp,
@@ -154,7 +154,7 @@ def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: d
         batch: samples of one data rank.
     """
     several = shape["dp_shard"] * shape["cp"] > 1
-    if shape["ep"] > 1 and shape["dp_shard"] % shape["ep"]:
+    if shape["dp_shard"] * shape["cp"] % shape["ep"]:
         refused.setdefault(f"ep={shape['ep']}", f"does not divide the {shape['dp_shard']} ranks of dp_shard")
         return
     if shape["dp_replicate"] > 1 and several:

@@ -96,7 +96,7 @@ class SearchProblem:
     @property
     def may_split_sequences(self) -> bool:
         """Whether the fixed fields leave room for context parallelism."""
-        return not self.fixed.get("compile") and self.fixed.get("ep", 1) == 1
+        return not self.fixed.get("compile")
 
     def under(self, ep: int) -> "SearchProblem":
         """The same problem with the tables of plans with this `ep`."""

@@ -1,6 +1,7 @@
 """Steps of one data rank, or of those that share experts, from which many plans are predicted."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,12 @@ class TraceKey(NamedTuple):
     @property
     def ranks(self) -> int:
         """How many ranks take the step together."""
-        return self.tp * self.cp * self.ep
+        return self.tp * self.cp * self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks with other samples there are, so that `ep` ranks share experts."""
+        return self.ep // math.gcd(self.ep, self.cp)
 
 
 BASE = TraceKey(1, False, "none")
@@ -170,7 +176,14 @@ def _run(problem: SearchProblem, key: TraceKey, samples: int) -> Trace:
 def _alone(problem: SearchProblem, key: TraceKey) -> Plan:
     """The plan of one data rank for a trace, or of the `ep` ranks that share experts, without a pipeline."""
     alone: dict[str, Any] = dict.fromkeys(("pp_split", "pp_stages_per_rank", "pp_units"), None)
-    alone |= {"dp_replicate": 1, "dp_shard": key.ep, "pp": 1, "pp_schedule": "1f1b", "zero": 0, "micro_batches": 1}
+    alone |= {
+        "dp_replicate": 1,
+        "dp_shard": key.data_ranks,
+        "pp": 1,
+        "pp_schedule": "1f1b",
+        "zero": 0,
+        "micro_batches": 1,
+    }
     alone |= {"offload": None, **key._asdict()}
     if key.tp == 1:
         alone["tp_plan"] = None
