@@ -5,6 +5,7 @@ The counts are of one of eight ranks, whose others do not exist, on the path tha
 
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -117,6 +118,6 @@ def test_backward_goes_on_between_the_two_sums_of_hybrid_sharding():
     kinds = [name for name in order if "scatter" in name or "allreduce" in name or name == "aten.mm.default"]
     scatters = [index for index, name in enumerate(kinds) if "scatter" in name]
     assert len(scatters) > 2
-    for first, following in zip(scatters, scatters[1:-1], strict=False):
+    for first, following in pairwise(scatters[:-1]):
         (second,) = (i for i in range(first, following) if "allreduce" in kinds[i])
         assert "aten.mm.default" in kinds[first:second], kinds

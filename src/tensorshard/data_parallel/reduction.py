@@ -66,8 +66,8 @@ class Reduction:
         return message.view(-1)
 
     def _start(self, messages: list[torch.Tensor]) -> Started:
-        """Starts the sums of `messages`. With hybrid sharding, the sums of the shards follow in :meth:`advance`: backward
-        does not wait for the first ones here."""
+        """Starts the sums of `messages`. With hybrid sharding, those of the shards follow in :meth:`advance`, so that
+        backward does not wait here."""
         groups = self._groups
         if groups.shard is None:
             assert groups.sum is not None

@@ -103,10 +103,11 @@ class ReplicatedGradients:
         self._late.clear()
         for bucket in self._buckets.trained:
             bucket.ready.clear()
+        for p, shown in self._shown_gradients.items():
+            unwatch(p.compute, shown)
+        self._shown_gradients.clear()
+        take_held_gradients([p.compute for p in self._parameters])
         for p in self._parameters:
-            if p in self._shown_gradients:
-                unwatch(p.compute, self._shown_gradients.pop(p))
-            p.compute.grad = None
             p.forget_gradient()
         self._in_backward = self._is_guided = False
 

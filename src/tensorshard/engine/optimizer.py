@@ -3,8 +3,10 @@
 import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
+from itertools import chain
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -32,7 +34,7 @@ from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.dispatch import TorchDispatchMode, innermost_dispatch_mode
-from tensorshard.torch_private.dtensor import shard_of
+from tensorshard.torch_private.dtensor import layouts_of, shard_of
 from tensorshard.torch_private.operators import FUSED_UPDATES
 
 OptimizerFactory = (
@@ -446,10 +448,11 @@ def complete_update(
         optimizer.register_step_pre_hook(_outside_fused_updates(work))
     optimizer.register_step_post_hook(_outside_fused_updates(after))
     torch_step: Callable[[], Any] = optimizer.step  # type: ignore[assignment]
+    fused = _FusedUpdates()
 
     def step(_: torch.optim.Optimizer) -> Any:
         follow()
-        with _fused_updates_of_shards(optimizer):
+        with fused if _updates_shards_fused(optimizer) else nullcontext():
             result = torch_step()
         sharded.adopt_writes()  # of hooks of the optimizer that are the user's
         return result
@@ -457,11 +460,10 @@ def complete_update(
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _fused_updates_of_shards(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """Inside, `optimizer` updates the shards of its DTensors where its update is fused."""
+def _updates_shards_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` has DTensors whose update is fused."""
     groups = optimizer.param_groups
-    is_wanted = any(group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]) for group in groups)
-    return _FusedUpdates() if is_wanted else nullcontext()
+    return any(group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]) for group in groups)
 
 
 def _outside_fused_updates(work: Callable[[], object]) -> Callable[..., None]:
@@ -490,8 +492,19 @@ class _FusedUpdates(TorchDispatchMode):
     shards of equal placement need none of it.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._checked: list[object] = []  # the layouts of an update whose placements are equal
+
+    def _are_placed_equally(self, lists: Iterable[Any]) -> bool:
+        lists = [one for one in lists if isinstance(one, list | tuple)]
+        layouts = layouts_of(chain.from_iterable(lists))
+        if len(layouts) != len(self._checked) or not all(map(is_, layouts, self._checked)):
+            self._checked = layouts if _have_equal_placements(lists) else []
+        return bool(self._checked)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in FUSED_UPDATES and _have_equal_placements(args):
+        if func in FUSED_UPDATES and self._are_placed_equally(args):
             args = [_shards(one) for one in args]
             kwargs = {name: _shards(one) for name, one in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
@@ -502,9 +515,9 @@ def _shards(argument: Any) -> Any:
     return [shard_of(one) for one in argument] if isinstance(argument, list | tuple) else shard_of(argument)
 
 
-def _have_equal_placements(lists: Iterable[Any]) -> bool:
+def _have_equal_placements(lists: Iterable[Sequence[Any]]) -> bool:
     """Whether there are DTensors, each weight is cut as its gradient and its states are, and none is a partial sum."""
-    every = [[leaf for leaf in one if isinstance(leaf, DTensor)] for one in lists if isinstance(one, list | tuple)]
+    every = [[leaf for leaf in one if isinstance(leaf, DTensor)] for one in lists]
     cuts = [[(one.device_mesh, one.placements) for one in tensors] for tensors in every if tensors]
     if not cuts or any(placement.is_partial() for _, placements in cuts[0] for placement in placements):
         return False

@@ -118,14 +118,15 @@ class WholeBatch:
     def install(self, model: nn.Module) -> None:
         """Makes forwards of `model` run within :meth:`_installed`."""
         if self._plan.pp == 1:  # stages have no forward of the whole model
-            surround_root(model, RootRole.WHOLE_BATCH, partial(self._installed, model))
+            files = sorted({base.__module__ for module in model.modules() for base in type(module).__mro__})
+            surround_root(model, RootRole.WHOLE_BATCH, partial(self._installed, files))
 
     @contextmanager
-    def _installed(self, model: nn.Module) -> Iterator[None]:
-        """Within this, the functions of transformers by which `model` balances its routers see the whole batch."""
-        files = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    def _installed(self, files: Sequence[str]) -> Iterator[None]:
+        """Within this, the functions in `files` of transformers by which models balance their routers see the whole
+        batch."""
         replaced = []
-        for file in sorted(files):
+        for file in files:
             names = vars(sys.modules[file]) if file.startswith("transformers.") and file in sys.modules else {}
             for name in _LOSSES_OF_ROUTERS:
                 function = names.get(name)
