@@ -10,6 +10,7 @@ from torch import nn
 import parity
 import seeds
 import tensorshard as ts
+from tensorshard.comm.sharding import to_local
 from tensorshard.expert_parallel.search import find_routed_experts
 
 # id: (model, ranks, fields of the plan)
@@ -93,18 +94,37 @@ def test_checkpoints_of_other_layouts(ranks, tmp_path):
         assert ranks(2, _loaded, tmp_path / str(index), after)[0] == pytest.approx(went_on, rel=1e-5)
 
 
-def _held(fields: dict[str, Any]) -> tuple[int, int]:
+def _held(fields: dict[str, Any]) -> list[int]:
+    """Bytes of a rank's parameters, of the gradients of experts as the optimizer gets them, and of their states."""
     engine = parity.make_engine("mixtral", fields)
+    experts = {p for name, p in engine.sharded.masters().items() if ".experts." in name}
+    gradients: list[int] = []
+
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        given = [to_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p in experts]
+        gradients.append(sum(gradient.nbytes for gradient in given))
+
+    engine.optimizer.register_step_pre_hook(count)
     engine.step(*parity.shard(engine, *parity.batch("mixtral", 0)))
-    masters = engine.sharded.masters()
-    states = sum(t.numel() for s in engine.optimizer.state.values() for t in s.values() if t.dim())
-    return sum(p.numel() for n, p in masters.items() if ".experts." in n), states
+    states = [to_local(t) for p in experts for t in engine.optimizer.state[p].values() if t.dim()]
+    return [4 * engine.sharded.held_numel(), gradients[0], sum(state.nbytes for state in states)]
 
 
 @pytest.mark.slow
-def test_a_rank_holds_its_part_of_the_experts(ranks):
-    (whole, states), (_, states_of_part) = ranks(2, _held, dict(zero=0))[0], ranks(2, _held, dict(ep=2, zero=0))[0]
-    assert states - states_of_part == whole  # half of two states of AdamW
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_rank_holds_its_part_of_the_experts(ranks, zero):
+    """Of parameters, gradients and optimizer states, 1/N of what one process has; ZeRO shards that further."""
+    sizes = {name: p.nbytes for name, p in parity.build("mixtral").named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - experts
+    for world_size, ep in ((2, 2), (4, 4), (4, 2)):
+        shards = world_size // ep if zero == 3 else 1
+        of_states = world_size // ep if zero else 1
+        for parameters, gradients, states in ranks(world_size, _held, dict(ep=ep, zero=zero)):
+            rest = others / (world_size if zero == 3 else 1)
+            assert parameters == pytest.approx(experts / ep / shards + rest, rel=0.02)
+            assert gradients == pytest.approx(experts / ep / of_states, rel=0.02)
+            assert states == pytest.approx(2 * experts / ep / of_states, rel=0.02)
 
 
 def _saved_and_loaded(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -152,6 +172,14 @@ class Handmade(nn.Module):
         return result + self.up.mean() if self.uses_all else result
 
 
+class Adapted(nn.Module):
+    """Adds to a parameter of the experts in it, as adapters on experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed, self.own = "up", Handmade()
+
+
 def test_experts_are_found_by_what_they_compute():
     with torch.device("meta"):
         model = nn.ModuleDict({"own": Handmade()})
@@ -168,6 +196,10 @@ def test_experts_that_depend_on_each_other_are_refused():
         model = nn.ModuleDict({"own": Handmade()})
     with pytest.raises(ValueError, match="there are 4, which are not equal parts; ep can be 2, 4"):
         find_routed_experts(model, 3)
+    with torch.device("meta"):
+        model = nn.ModuleDict({"wrapped": Adapted()})
+    with pytest.raises(ValueError, match=r"Adapted names their parameter 'up' \(changed\) and changes it"):
+        find_routed_experts(model, 2)
     with pytest.raises(ValueError, match="Linear has no module that ep splits"):
         find_routed_experts(nn.Linear(3, 3), 2)
 

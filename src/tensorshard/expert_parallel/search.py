@@ -44,6 +44,7 @@ def find_routed_experts(model: nn.Module, ranks: int) -> dict[str, SplitExperts]
     for name, module in find_experts(model).items():
         kind = _kind_of(module)
         if kind not in known:
+            _check_unchanged(model, name, module, ranks)
             known[kind] = find_call(name, module, ranks)
         calls[name] = known[kind]
     lists, reason = find_lists(model, ranks)
@@ -57,6 +58,23 @@ def find_routed_experts(model: nn.Module, ranks: int) -> dict[str, SplitExperts]
             f"that chose them; set ep=1"
         )
     return calls
+
+
+def _check_unchanged(model: nn.Module, name: str, module: nn.Module, ranks: int) -> None:
+    """Refuses experts whose parameters a module around them changes in its forward, as those of adapters do.
+
+    Such code sees a rank's part of the parameters, and adds what it has for all experts.
+    """
+    within = name.split(".")
+    for depth in range(len(within)):
+        around = model.get_submodule(".".join(within[:depth]))
+        for key, value in vars(around).items():
+            if isinstance(value, str) and value in own_parameters(module):
+                raise ValueError(
+                    f"ep={ranks} was given, but the experts of {name!r} ({type(module).__name__}) cannot be split over "
+                    f"{ranks} ranks: {type(around).__name__} names their parameter {value!r} ({key}) and changes it "
+                    f"for all experts at once, as adapters on experts do; set ep=1, or leave that parameter without one"
+                )
 
 
 def find_call(name: str, module: nn.Module, ranks: int) -> StackedExperts:

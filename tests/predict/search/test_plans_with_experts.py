@@ -42,11 +42,11 @@ def _problem(**fixed: Any) -> SearchProblem:
 
 
 def test_ep_divides_the_ranks_that_shard_and_the_experts():
-    listed, _ = candidates(_problem(tp=1, pp=1), (1, 2, 4))
+    listed, _ = candidates(_problem(tp=1, pp=1, zero=3, recompute="none"), (1, 2, 4))
     assert {(one.plan.dp_shard, one.plan.ep) for one in listed if one.plan.cp == 1} >= {(4, 1), (4, 2), (4, 4), (2, 2)}
     assert all(one.plan.dp_shard * one.plan.cp % one.plan.ep == 0 for one in listed)
-    assert {one.plan.ep for one in candidates(_problem(), (1,))[0]} == {1}
-    listed, refused = candidates(_problem(ep=4, tp=2, cp=1), (1, 2, 4))
+    assert {one.plan.ep for one in candidates(_problem(tp=1, pp=1, zero=3, recompute="none"), (1,))[0]} == {1}
+    listed, refused = candidates(_problem(ep=4, tp=2, cp=1, zero=3, recompute="none"), (1, 2, 4))
     assert not listed
     assert "ep=4 does not divide the 2 ranks of dp_shard" in map(str, refused)
 
