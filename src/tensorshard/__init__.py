@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tensorshard.predict.profile_memory import profile_memory
     from tensorshard.predict.search.find_plans import find_plans
     from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
+    from tensorshard.swaps.swap import Swaps, swap
     from tensorshard.trainer.launch.notebook import notebook_launch
     from tensorshard.verify.layouts import verify_layout
     from tensorshard.verify.verification import Verification
@@ -43,6 +44,7 @@ __all__ = [
     "Offload",
     "Plan",
     "PlanSearch",
+    "Swaps",
     "Verification",
     "collect_state_dict",
     "data",
@@ -67,6 +69,7 @@ __all__ = [
     "save_group_sharded_model",
     "sharded_state_dict",
     "slice",
+    "swap",
     "utils",
     "verify",
     "verify_layout",
@@ -81,6 +84,7 @@ _MODULES = {
     "LossTerm": "tensorshard.engine.loss_terms",
     "Mesh": "tensorshard.plan.mesh",
     "PlanSearch": "tensorshard.predict.search",
+    "Swaps": "tensorshard.swaps.swap",
     "Verification": "tensorshard.verify.verification",
     "collect_state_dict": "tensorshard.compat.state",
     "estimate": "tensorshard.predict",
@@ -103,6 +107,7 @@ _MODULES = {
     "save_group_sharded_model": "tensorshard.compat.group_sharded",
     "sharded_state_dict": "tensorshard.compat.state",
     "slice": "tensorshard.compat.state",
+    "swap": "tensorshard.swaps.swap",
     "verify": "tensorshard.verify.verify",
     "verify_layout": "tensorshard.verify.layouts",
 }
