@@ -34,6 +34,7 @@ _WITHOUT_EXAMPLE = {
     "Estimate",
     "FoundPlan",
     "PlanSearch",
+    "Swaps",
     "Verification",
     "distributed.CollectiveMismatchError",
     "get_parallel_dim",

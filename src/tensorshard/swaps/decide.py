@@ -29,7 +29,7 @@ from tensorshard.swaps.changes import (
 )
 from tensorshard.swaps.functions import KINDS, NO_FUSED_FORM, TORCH, without_liger
 from tensorshard.swaps.measure import bound, difference, fresh, results, rounding, seconds, timed
-from tensorshard.swaps.recipes import Function, FunctionRecipe, ModuleRecipe, Norm, rebound
+from tensorshard.swaps.recipes import Function, FunctionRecipe, ModuleRecipe, Norm, forget, rebound
 from tensorshard.swaps.search import Call, find_function_recipe, find_recipe, looks_like_part
 
 _MODEL_BOUND = 10.0  # times that of one part: what the parts' rounding may add up to
@@ -121,6 +121,7 @@ class Search:
                 hook.remove()
             for module in self._model.modules():
                 if vars(module).pop(_RECORDED, False):
+                    forget(module.forward)
                     del module.forward
         self._already = watched.found
 

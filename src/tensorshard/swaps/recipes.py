@@ -6,15 +6,18 @@ the module's own when it comes with other arguments than the ones that were chec
 """
 
 import functools
+import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 Function = Callable[..., Any]
+_COPIES = itertools.count()
 Slot = int | str
 """Where an argument is in a call: its position, or its keyword."""
 
@@ -279,12 +282,13 @@ FunctionRecipe = Rotary | AttentionCall | Loss
 def rebound(function: Function, names: dict[str, Function]) -> Function:
     """A copy of a `function`, and of those that it wraps, whose global `names` mean other functions.
 
-    The other global variables are those of now: a later assignment to one is not seen.
+    The other global variables are those of now: a later assignment to one is not seen. They are a module of their own
+    in ``sys.modules``, where ``torch.compile`` looks for the variables of what it compiles.
     """
     inner = getattr(function, "__wrapped__", None)
     assert isinstance(function, FunctionType)
     if inner is None:
-        cells, variables = function.__closure__, {**function.__globals__, **names}
+        cells, variables = function.__closure__, _namespace(function, names)
     else:
         copied = rebound(inner, names)
         cells = tuple(CellType(copied) if cell.cell_contents is inner else cell for cell in function.__closure__ or ())
@@ -292,9 +296,26 @@ def rebound(function: Function, names: dict[str, Function]) -> Function:
     again = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
     functools.update_wrapper(again, function)
     again.__kwdefaults__ = function.__kwdefaults__
-    if inner is not None:
+    if inner is None:
+        del again.__wrapped__  # type: ignore[attr-defined]
+    else:
         again.__wrapped__ = copied  # type: ignore[attr-defined]
     return again
+
+
+def _namespace(function: FunctionType, names: dict[str, Function]) -> dict[str, Any]:
+    """The global variables of `function` with other `names`."""
+    module = ModuleType(f"{function.__globals__['__name__']}__with_{'_'.join(names)}_{next(_COPIES)}")
+    vars(module).update({**function.__globals__, **names, "__name__": module.__name__})
+    sys.modules[module.__name__] = module
+    return vars(module)
+
+
+def forget(function: Any) -> None:
+    """Removes what :func:`rebound` left in ``sys.modules`` for this copy, which is not used any more."""
+    inner = innermost(getattr(function, "__func__", function))
+    if inner is not None:
+        sys.modules.pop(inner.__globals__["__name__"], None)
 
 
 def innermost(function: Any) -> FunctionType | None:
