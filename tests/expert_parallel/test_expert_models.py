@@ -25,6 +25,15 @@ _ROUTED = {**_MOE, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_
 _LINEAR = dict(
     linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, head_dim=8
 )
+_LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    n_shared_experts=1,
+)
 # class: settings
 _MODELS: dict[str, dict[str, Any]] = {
     "GraniteMoeForCausalLM": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -35,6 +44,24 @@ _MODELS: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {**_LLAMA, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "FlexOlmoForCausalLM": {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
     "GptOssForCausalLM": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "DeepseekV2ForCausalLM": {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy"},
+    "Dots1ForCausalLM": {**_ROUTED, "n_group": 1, "n_shared_experts": 1, "head_dim": 8},
+    "MiniMaxForCausalLM": {
+        **_LLAMA,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 4,
+    },
+    "Lfm2MoeForCausalLM": {
+        **_MOE,
+        "num_experts": 4,
+        "layer_types": ["full_attention", "conv"],
+        "num_dense_layers": 0,
+    },
+    "AriaTextForCausalLM": {**_LLAMA, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "SolarOpenForCausalLM": {**_ROUTED, "n_group": 1, "head_dim": 8},
     "Qwen3NextForCausalLM": {
         **_MOE,
         **_LINEAR,
@@ -47,6 +74,7 @@ _PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-zero3": (2, dict(ep=2, zero=3)),
     "ep4-zero1-full": (4, dict(ep=4, zero=1, recompute="full")),
     "ep2-tp2": (4, dict(ep=2, tp=2, zero=0)),
+    "ep4-cp2-zero3": (4, dict(ep=4, cp=2, zero=3)),
 }
 
 

@@ -102,6 +102,7 @@ _PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-zero2": (4, dict(ep=4, zero=2)),
     "ep2-full": (2, dict(ep=2, zero=0, recompute="full")),
     "ep2-tp2": (4, dict(ep=2, tp=2, zero=1)),
+    "ep4-cp2": (4, dict(ep=4, cp=2, zero=3)),
 }
 
 

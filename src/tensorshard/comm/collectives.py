@@ -157,7 +157,7 @@ def awaited(frame: FrameType | None) -> tuple[str, dist.ProcessGroup] | None:
     while frame is not None:
         own = frame.f_locals.get("self")
         call = own._call if isinstance(own, _Pending) else own
-        if isinstance(call, _Call):
+        if isinstance(call, _Call) and hasattr(call, "tag"):  # else it is still being made
             return call.describe(), call.group
         name = frame.f_globals.get("__name__", "")
         if name == "torch.distributed.distributed_c10d":
