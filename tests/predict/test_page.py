@@ -12,7 +12,7 @@ import pytest
 import tensorshard as ts
 from tensorshard.predict import Estimate, MemoryProfile, RankEstimate
 from tensorshard.predict.chart import stacked_chart
-from tensorshard.predict.page_frame import STYLE
+from tensorshard.predict.page_frame import STYLE, plan_section
 from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor, Moment, moments
 from tensorshard.predict.storage_ledger import Event
 
@@ -66,6 +66,14 @@ def test_both_sides_are_shown(written: Path) -> None:
     assert text.count('class="rank"') == 8 and "1f1b: 2 ranks" in said
     for picture in text.split("<svg")[1:]:
         ElementTree.fromstring("<svg" + picture[: picture.index("</svg>")] + "</svg>")
+
+
+def test_the_mesh_says_which_part_of_the_experts_a_rank_has() -> None:
+    drawn = "".join(plan_section(ts.Plan(tp=2, ep=2, cp=2).resolve(8), 8))
+    parts = re.findall(r">(\d+)<sub>e(\d)</sub>", drawn)
+    assert parts == [(str(rank), str(rank // 2 % 2 + 1)) for rank in range(8)]
+    assert "e1 to e2 are the parts of the experts" in drawn
+    assert "<sub>" not in "".join(plan_section(PLAN, 8))
 
 
 def test_the_verdict_is_on_it(written: Path) -> None:

@@ -137,13 +137,16 @@ def plan_section(plan: Plan, world_size: int, heading: str = "h2") -> list[str]:
 
 
 def _mesh(plan: Plan, world_size: int) -> str:
-    """A picture of the ranks: a box for each stage, and in it a row for each data rank with its cp and tp ranks."""
+    """A picture of the ranks: a box for each stage, and in it a row for each data rank with its cp and tp ranks. Beside
+    each rank, which part of the experts it has, if they are split."""
     degrees = {axis: getattr(plan, axis) for axis in AXES}
     shown = min(world_size, _RANKS_DRAWN)
-    stages: dict[int, dict[tuple[int, int], list[int]]] = {}
+    stages: dict[int, dict[tuple[int, int], list[str]]] = {}
     for rank in range(shown):
         at = coordinates(rank, degrees)
-        stages.setdefault(at["pp"], {}).setdefault((at["dp_replicate"], at["dp_shard"]), []).append(rank)
+        part = (at["dp_shard"] * plan.cp + at["cp"]) % plan.ep + 1
+        text = f"{rank}<sub>e{part}</sub>" if plan.ep > 1 else str(rank)
+        stages.setdefault(at["pp"], {}).setdefault((at["dp_replicate"], at["dp_shard"]), []).append(text)
     parts = ['<div class="mesh">']
     for stage, rows in stages.items():
         parts.append(f'<div class="room"><b>{f"stage {stage}" if plan.pp > 1 else "all layers"}</b>')
@@ -154,6 +157,7 @@ def _mesh(plan: Plan, world_size: int) -> str:
         parts.append("</div>")
     parts.append("</div>")
     words = "A number is a rank. Ranks of a row have the same samples and split each layer (tp); rows have others (dp)."
+    words += f" e1 to e{plan.ep} are the parts of the experts." if plan.ep > 1 else ""
     more = f" The first {shown} of {world_size} ranks are drawn." if shown < world_size else ""
     return "\n".join([*parts, f"<p>{words}{more}"])
 
