@@ -54,6 +54,18 @@ class Hooked(Chain):
         self.layers[2][0].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
 
 
+class HooksItself(Chain):
+    """Registers hooks on its blocks in its first forward, as models of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "outputs"):
+            self.outputs: list[torch.Tensor] = []
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.outputs.append(output.detach()))
+        self.outputs.clear()
+        return super().forward(x)
+
+
 class Counts(Chain):
     """Buffers that the model's own code changes."""
 
@@ -255,6 +267,7 @@ MODELS: dict[str, Any] = {
     "detached": Detached,
     "changes-its-input": ChangesItsInput,
     "hooked": Hooked,
+    "hooks-itself": HooksItself,
     "counts": Counts,
     "tied-blocks": TiedBlocks,
     "in-place": InPlace,
@@ -308,7 +321,7 @@ def _train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"losses": [*losses, engine.evaluate(*part(9, 6)).item()], "state": engine.full_state_dict()}
 
 
-@pytest.mark.slow_cases("counts", "older-weight-norm", "torch-transformer")
+@pytest.mark.slow_cases("counts", "hooks-itself", "older-weight-norm", "torch-transformer")
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_train_as_in_one_process(ranks, kind):
     expected = _alone(kind, 4)

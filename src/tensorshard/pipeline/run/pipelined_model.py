@@ -54,7 +54,7 @@ class PipelinedModel(ShardedModel):
             self._word_errors(stage)
         self._shown = ShownModel(whole, stages)
         self.model = self._shown.model
-        self._access = Access()
+        self._access = Access(lambda: any(stage.computes() for stage in stages))
         self._masters: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # of what an earlier stage of this rank has
         for part in parts:

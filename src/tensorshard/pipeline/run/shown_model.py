@@ -4,12 +4,14 @@ Refused are reads and hooks of what other ranks have. Everything is put on the i
 classes and forwards of the modules stay as they are.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.pipeline.run.stage_module import StageModule
@@ -116,13 +118,17 @@ _HOOKS = (
 class Access:
     """Who reads the modules now.
 
+    Args:
+        computes: says whether a stage computes, so that the model's own code reads them.
+
     Attributes:
         in_loss: whether the loss function runs, whose sums over parameters would lack those of other ranks.
         open_lists: the lists of parameters that are under way, each with its name and the names in it. Two at once are
             of a ``zip``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, computes: Callable[[], bool]) -> None:
+        self.computes = computes
         self.in_loss = False
         self.open_lists: list[tuple[str, frozenset[str]]] = []
 
@@ -153,7 +159,7 @@ def guard_modules(
     held = {id(module) for path, module in modules.items() if path not in missing}
     foreign = {path: module for path, module in modules.items() if path in missing and id(module) not in held}
     for path, module in foreign.items():
-        _guard_foreign(module, missing[path])
+        _guard_foreign(module, missing[path], access)
     for path, module in modules.items():
         if path not in missing and any(_within(other, path) for other in foreign):
             _guard_partly_held(module, f"engine.model{path and '.'}{path}", access, part)
@@ -182,7 +188,7 @@ def _within(path: str, outer: str) -> bool:
     return not outer or path.startswith(f"{outer}.")
 
 
-def _guard_foreign(module: nn.Module, sentence: Callable[[], str]) -> None:
+def _guard_foreign(module: nn.Module, sentence: Callable[[], str], access: Access) -> None:
     own = vars(module)
     # A tied parameter keeps its first name, on stages that use it under another one, too.
     if not any(own_parameters(inner) for inner in every_module(module).values()):
@@ -193,7 +199,7 @@ def _guard_foreign(module: nn.Module, sentence: Callable[[], str]) -> None:
         own["requires_grad_"] = partial(_requires_grad, module)
     hooked = f"{sentence().partition('. ')[0]}. A hook on it runs there: register it before parallelize, which keeps it"
     for name in _HOOKS:
-        own[name] = partial(_refuse, hooked)
+        own[name] = partial(_hook_elsewhere, access, hooked)
 
 
 def _guard_lists(module: nn.Module, shown: str, access: Access, part: str) -> None:
@@ -218,6 +224,17 @@ def _guard_partly_held(module: nn.Module, shown: str, access: Access, part: str)
 
 def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(message)
+
+
+def _hook_elsewhere(access: Access, message: str, *_: Any, **__: Any) -> RemovableHandle:
+    """Does nothing in the model's own forward, which registers the hook on the stage that has the module, too.
+
+    Raises:
+        RuntimeError: it is called from elsewhere.
+    """
+    if not access.computes():
+        raise RuntimeError(message)
+    return RemovableHandle(OrderedDict())
 
 
 def _listed(

@@ -195,9 +195,10 @@ class StageModule:
 
     def _put(self, removed: Sequence[Removed]) -> None:
         device = self._device or torch.device("cpu")
-        put_placeholders(removed, device, computes=self._computes, sentence=self.not_held)
+        put_placeholders(removed, device, computes=self.computes, sentence=self.not_held)
 
-    def _computes(self) -> bool:
+    def computes(self) -> bool:
+        """Whether its forward runs now."""
         return self._run is not None
 
     def not_here(self, path: str) -> str:
