@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -370,6 +371,26 @@ def test_a_folder_of_no_known_kind(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(FileNotFoundError, match=r"it has notes\.txt\. Known are .*DeepSpeed"):
         import_checkpoint(tmp_path, tmp_path / "ours")
+
+
+def test_megatrons_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"iteration": 5}, tmp_path / "common.pt")
+    with pytest.raises(ValueError, match="is of Megatron"):
+        import_checkpoint(tmp_path, tmp_path / "ours")
+
+
+def test_code_in_a_folder_of_dcp_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Runs()))
+    with pytest.raises(ValueError, match="could run code"):
+        import_checkpoint(tmp_path, tmp_path / "ours")
+
+
+def test_a_shard_of_dcp_that_is_cut_off_is_found_at_once(tmp_path: Path) -> None:
+    dcp.save({"model": _net().state_dict()}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    _cut_off(next((tmp_path / "theirs").glob("*.distcp")))
+    with pytest.raises(DamagedCheckpointError, match="is cut off"):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
 
 
 def _load_others(path: Path) -> list[str]:

@@ -82,11 +82,12 @@ def test_evaluation_checkpoints_and_resumption_are_those_of_transformers(ranks, 
         _assert_same(one, theirs)
         for name in ("eval_loss", "eval_accuracy", "eval_tokens"):
             assert one["metrics"][name] == pytest.approx(theirs["metrics"][name], abs=1e-5)
-    checkpoint = str(tmp_path / "ours" / "checkpoint-10")
-    arguments = {"per_device_train_batch_size": 8, "resume": checkpoint}
-    (resumed,) = ranks(1, _ours, {"zero": 1}, str(tmp_path / "again"), **arguments)
-    assert _series(resumed, "loss") == pytest.approx(_series(theirs, "loss"), abs=1e-5)
-    assert resumed["calls"] == [call for call in theirs["calls"] if call[0] == "step" and call[1] > 10]
+    for who in ("ours", "theirs"):  # their Trainer's checkpoints, too
+        arguments = {"per_device_train_batch_size": 8, "resume": str(tmp_path / who / "checkpoint-10")}
+        (resumed,) = ranks(1, _ours, {"zero": 1}, str(tmp_path / f"from {who}"), **arguments)
+        for key in ("loss", "learning_rate"):
+            assert _series(resumed, key) == pytest.approx(_series(theirs, key), abs=1e-5)
+        assert resumed["calls"] == [call for call in theirs["calls"] if call[0] == "step" and call[1] > 10]
 
 
 @pytest.mark.slow

@@ -414,10 +414,10 @@ class Accelerator(accelerate.Accelerator):
         return saved
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Reads a folder of :meth:`save_state`. Every rank calls it.
+        """Reads a folder of :meth:`save_state`, or of Accelerate's. Every rank calls it.
 
         Raises:
-            FileNotFoundError: there is no Engine's checkpoint in the folder.
+            FileNotFoundError: there is neither an Engine's checkpoint in the folder nor one of Accelerate.
         """
         engine = self._trained("load_state")
         folders: list[str] = []
@@ -429,7 +429,8 @@ class Accelerator(accelerate.Accelerator):
             self._models, self._optimizers = models, optimizers
             del self._load_model_state_pre_hook[-1]
         # Schedulers have set rates; the checkpoint's options are the same ones.
-        self.step = engine.load(Path(folders[0]) / _FOLDER).get("step", self.step)
+        own = Path(folders[0]) / _FOLDER
+        self.step = engine.load(own if own.is_dir() else folders[0]).get("step", self.step)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The model: nothing wraps it."""

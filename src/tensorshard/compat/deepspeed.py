@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from tensorshard.comm.decisions import decide_once
@@ -214,6 +215,12 @@ def _scheduler(engine: Engine, given: Any, settings: Mapping[str, Any]) -> Any:
     return warmup_decay(engine.optimizer, total_steps=total if isinstance(total, int) else 2**62, **options)
 
 
+def _as_torch_counts(scheduler: LambdaLR, last: int) -> dict[str, Any]:
+    """The state of `scheduler` where DeepSpeed's, which begins at -1, stands at `last`."""
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    return {**scheduler.state_dict(), "last_epoch": last + 1, "_step_count": last + 2, "_last_lr": rates}
+
+
 class DeepSpeedEngine:
     """DeepSpeed's engine on ours: forward, backward and step of one micro-batch. Made by :func:`initialize`.
 
@@ -408,13 +415,13 @@ class DeepSpeedEngine:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Reads what :meth:`save_checkpoint` wrote, under any plan. Every rank calls it.
+        """Reads what :meth:`save_checkpoint` wrote, or DeepSpeed's own, under any plan. Every rank calls it.
 
         Returns:
             The checkpoint's path and its client state; ``(None, None)`` if there is no `tag` and no file ``latest``.
 
         Raises:
-            FileNotFoundError: it is no checkpoint of the Engine.
+            FileNotFoundError: it is no checkpoint of the Engine or of DeepSpeed.
             ValueError: only a part of it was asked for.
         """
         if not load_module_strict or not load_optimizer_states or load_module_only or custom_load_fn is not None:
@@ -432,9 +439,14 @@ class DeepSpeedEngine:
                 return None, None
         path = Path(load_dir) / str(tag)
         extra = self.engine.load(path)
-        if load_lr_scheduler_states and self.lr_scheduler is not None and extra.get("lr_scheduler") is not None:
-            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        self.global_steps, self.micro_steps, self.skipped_steps = extra["counts"]
+        scheduler = extra.get("lr_scheduler")
+        if load_lr_scheduler_states and self.lr_scheduler is not None and scheduler is not None:
+            if set(scheduler) == {"last_batch_iteration"} and isinstance(self.lr_scheduler, LambdaLR):
+                scheduler = _as_torch_counts(self.lr_scheduler, scheduler["last_batch_iteration"])
+            self.lr_scheduler.load_state_dict(scheduler)
+        steps = self.engine.step_count
+        theirs = [steps, steps * self.engine.plan.micro_batches, extra.get("skipped_steps", 0)]  # of DeepSpeed's own
+        self.global_steps, self.micro_steps, self.skipped_steps = extra.get("counts", theirs)
         return str(path), extra["client_state"]
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:

@@ -17,6 +17,7 @@ from tensorshard.comm.world import under_torchrun
 from tensorshard.compat.accelerate import Accelerator, agreed, given_plan
 from tensorshard.engine.engine import Engine
 from tensorshard.plan.plan import Plan
+from tensorshard.weights.files.foreign.opening import read_foreign
 
 try:
     import transformers
@@ -280,19 +281,27 @@ class WithPlan:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not (Path(resume_from_checkpoint) / _FOLDER).is_dir():
+        folder = Path(resume_from_checkpoint)
+        if (folder / _FOLDER).is_dir():
+            return
+        theirs = read_foreign(folder) if folder.is_dir() else None  # of a Trainer without a Plan
+        if theirs is None or not theirs.states:
             raise ValueError(
-                f"{resume_from_checkpoint} has no folder {_FOLDER!r}, so it is no checkpoint of a Trainer with a Plan, "
-                f"or one with save_only_model=True, and optimizer states cannot be read from it: begin from its "
-                f"weights, by from_pretrained({str(resume_from_checkpoint)!r})"
+                f"{folder} has no folder {_FOLDER!r} and no optimizer.pt, FSDP's or DeepSpeed's states, so it is no "
+                f"checkpoint of a Trainer, or one with save_only_model=True, and optimizer states cannot be read from "
+                f"it: begin from its weights, by from_pretrained({str(folder)!r})"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         assert self.engine is not None
-        self.engine.load(Path(checkpoint) / _FOLDER)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        own = Path(checkpoint) / _FOLDER
+        extra = self.engine.load(own if own.is_dir() else checkpoint)
+        if own.is_dir() or (Path(checkpoint) / SCHEDULER_NAME).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        elif "lr_scheduler" in extra:
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint) / _FOLDER  # type: ignore[attr-defined]

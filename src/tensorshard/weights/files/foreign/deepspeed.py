@@ -262,25 +262,28 @@ def _read_whole_optimizer(found: Contents, model: Any, folder: Path) -> None:
 
 def _read_universal(folder: Path, models: Mapping[int, Path]) -> Contents:
     found = Contents("DeepSpeed, a universal checkpoint")
+    model: Any = load_safely(models[min(models)]) if models else {}
+    module = model.get("module") or {}
+    prefix = without_module(module)
+    shapes = {n.removeprefix(prefix): shape for group in model.get("param_shapes") or [] for n, shape in group.items()}
     for place in sorted(entry for entry in (folder / "zero").iterdir() if entry.is_dir()):
         for file in sorted(place.glob("*.pt")):
             value = load_safely(file)
             tensor = value.get("param") if isinstance(value, Mapping) else value
             if not isinstance(tensor, torch.Tensor | int | float):
                 raise DamagedCheckpointError(f"{file} has no tensor, where one of DeepSpeed's universal files has one")
-            if file.stem == "fp32":
-                found.weights[place.name] = ForeignTensor.of(torch.as_tensor(tensor))
-            else:
-                one = torch.as_tensor(tensor)
-                one = one.reshape(()).float() if file.stem == "step" else one
-                found.states.setdefault(file.stem, {})[place.name] = ForeignTensor.of(one)
+            one = torch.as_tensor(tensor)
+            one = one.reshape(()).float() if file.stem == "step" else one
+            of_one = ForeignTensor.of(one)
+            if one.dim() == 1:  # of ZeRO 3
+                of_one = ForeignTensor.of_flat(shapes.get(place.name, one.shape), [one])
+            of_key = found.weights if file.stem == "fp32" else found.states.setdefault(file.stem, {})
+            of_key[place.name] = of_one
     for key, of_key in found.states.items():
-        lost = [name for name in found.weights if name not in of_key]
+        trained = {name for names in found.states.values() for name in names}  # others are frozen, or buffers
+        lost = sorted(trained - set(of_key))
         if lost:
             raise DamagedCheckpointError(f"{folder}/zero/{lost[0]} has no file {key}.pt, which other parameters have")
-    model: Any = load_safely(models[min(models)]) if models else {}
-    module = model.get("module") or {}
-    prefix = without_module(module)
     buffers = set(model.get("buffer_names") or ())
     _add_weights(found, {n: t for n, t in module.items() if n in buffers}, prefix)
     state: Any = {}
@@ -288,8 +291,7 @@ def _read_universal(folder: Path, models: Mapping[int, Path]) -> Contents:
         state = load_safely(folder / "zero" / "optimizer_state.pt")
         state = state.get("optimizer_state_dict", state)
         base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
-        shapes = model.get("param_shapes") or [found.weights]
-        groups = [[name.removeprefix(prefix) for name in group] for group in shapes]
+        groups = [[n.removeprefix(prefix) for n in group] for group in model.get("param_shapes") or [found.weights]]
         found.groups += _with_options(groups, base.get("param_groups", [])) if base.get("param_groups") else []
     for again, first in dict(model.get("shared_params") or {}).items():
         found.weights.setdefault(again, found.weights[first])
@@ -305,7 +307,7 @@ def _add_the_rest(found: Contents, model: Any, state: Any) -> None:
     if model.get("lr_scheduler"):
         found.extra["lr_scheduler"] = model["lr_scheduler"]
     found.extra["client_state"] = {key: value for key, value in model.items() if key not in _OWN}
-    found.extra["counts"] = [model.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")]
+    found.extra["skipped_steps"] = model.get("skipped_steps", 0)
 
 
 def _steps_since_overflow(scaler: Any) -> int:

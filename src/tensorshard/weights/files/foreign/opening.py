@@ -10,8 +10,8 @@ from tensorshard.weights.files.manifest import MANIFEST
 from tensorshard.weights.files.weight_files import open_weight_files
 
 KNOWN = (
-    "DeepSpeed's (ZeRO 0 to 3, universal), torch.distributed.checkpoint's (FSDP, FSDP2, torchtitan), Megatron's "
-    "torch_dist, Accelerate's save_state, the transformers Trainer's checkpoint-N, full state dicts of torch.save"
+    "DeepSpeed's (ZeRO 0 to 3, universal), torch.distributed.checkpoint's (FSDP, FSDP2, torchtitan), Accelerate's "
+    "save_state, the transformers Trainer's checkpoint-N, full state dicts of torch.save"
 )
 
 
@@ -52,6 +52,12 @@ def read_foreign(path: Path) -> Contents | None:
         if found != path:
             torch_files.add_side_files(contents, path)
         return contents
+    if (path / "common.pt").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
+        raise ValueError(
+            f"{path} is of Megatron (common.pt, latest_checkpointed_iteration.txt), whose names, stacked layers and "
+            f"fused projections are not those of other models: convert it to Hugging Face's format with Megatron "
+            f"Bridge, and give that to ts.from_pretrained"
+        )
     if (path / ".metadata").is_file():
         return dcp.read(path)
     models = sorted(path.glob("pytorch_model_fsdp_*"))
