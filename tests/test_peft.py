@@ -375,3 +375,60 @@ def test_checkpoints_of_what_is_trained_alone(ranks, tmp_path, kind, written, th
     assert f"belongs to another base: 1 of {len(parameters) - len(there)} parameters" in message
     with pytest.raises(ValueError, match="has the trained parameters alone"):
         ts.from_pretrained(path, llama)
+
+
+class _Int8(nn.Module):
+    """A linear layer whose weights are integers and scales, held in buffers."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        scale = inner.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("integers", (inner.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.integers.to(x.dtype) * self.scale.to(x.dtype))
+
+
+def _on_int8() -> nn.Module:
+    torch.manual_seed(1)
+    model = llama().requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "o_proj"):
+            setattr(layer.self_attn, name, _ByHandOfLinears(_Int8(getattr(layer.self_attn, name))))
+    return model
+
+
+def _train_on_int8(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], set[torch.dtype]]:
+    engine = _engine(_on_int8(), fields)
+    losses = _steps(engine, range(STEPS))
+    held = {b.dtype for n, b in engine.model.named_buffers() if n.endswith("integers")}
+    return losses, engine.full_state_dict(), held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "tp", "pp", "recompute", "offload"])
+def test_a_base_of_integers_in_buffers(ranks, plan):
+    expected, state, _ = ranks(1, _train_on_int8, {})[0]
+    losses, found, held = ranks(2, _train_on_int8, PLANS[plan])[0]
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[0] > losses[-1]
+    assert_same_state(found, state, 1e-5)
+    assert held == {torch.int8}
+    assert all(torch.equal(found[name], value) for name, value in state.items() if name.endswith("integers"))
+
+
+class _Quantized(nn.Parameter):
+    """In place of what torchao makes of a weight."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["integers", "scale"], None
+
+
+def test_tensors_that_are_quantized_are_refused_by_name():
+    layer = nn.Linear(4, 4)
+    layer.weight = _Quantized(torch.ones(4, 4), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=r"parameter 'weight' is a .*_Quantized.*or hold integers and scales in buffers"
+    ):
+        ts.parallelize(layer, ts.Plan(), optimizer=ADAMW, loss_fn=loss_fn)

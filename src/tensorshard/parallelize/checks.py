@@ -257,6 +257,12 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name!r} is a DTensor, so the model was laid out already; give the original model, or the "
             f"callable that builds it"
         )
+    if hasattr(parameter, "__tensor_flatten__") or type(parameter).__module__.startswith("bitsandbytes"):
+        raise ValueError(
+            f"parameter {name!r} is a {kind_of(parameter)}, which keeps several tensors (integers and their scales) "
+            f"behind one name, and a plan lays out plain tensors; dequantize it, or hold integers and scales in "
+            f"buffers of a linear layer of your own, which keep their types under every plan"
+        )
     if not parameter.is_floating_point():
         kind = "complex numbers" if parameter.is_complex() else "no gradient"
         remedy = (
