@@ -9,6 +9,7 @@ import transformers
 from tests.predict.search.test_find_plans import RATES, asked
 from torch import nn
 
+import tensorshard as ts
 from tensorshard.predict.hardware import Hardware
 from tensorshard.predict.search.candidates import candidates
 from tensorshard.predict.search.find_plans import find_plans
@@ -77,3 +78,21 @@ def test_ep_is_chosen_where_it_saves_messages_and_refused_without_experts():
     dense = asked(fixed=dict(ep=2), hardware=Hardware("four", 1 << 30, 0, RATES))
     with pytest.raises(ValueError, match="Sequential has no module that ep splits"):
         find_plans(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)), **dense)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields", [dict(ep=2, zero=1), dict(ep=4, cp=2, zero=3), dict(ep=2, tp=2, zero=1, micro_batches=2)], ids=str
+)
+def test_an_estimate_counts_what_tokens_send(fields):
+    """Each way, `k f (N - 1) / N` numbers for a token of `f` features with `k` choices; indices and weights beside."""
+    asked, samples, layers = _arguments(), 4, 2
+    plan = ts.Plan(**fields)
+    ids = asked["targets"][:samples]
+    given = {name: asked[name] for name in ("world_size", "optimizer", "loss_fn")}
+    build = partial(transformers.MixtralForCausalLM, _CONFIG)
+    found = ts.estimate(build, plan, inputs={"input_ids": ids}, targets=ids, **given)
+    numbers = _CONFIG.num_experts_per_tok * _CONFIG.hidden_size * (plan.ep - 1) / plan.ep
+    ways = 4  # there and back, in forward and in backward
+    expected = 4 * numbers * ways * layers * ids.numel() / plan.cp
+    assert expected <= found.largest.traffic["ep"]["all_to_all"].sent <= 1.05 * expected
