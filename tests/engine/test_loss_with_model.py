@@ -11,6 +11,7 @@ from torch import nn
 
 import seeds
 import tensorshard as ts
+from log_lines import logged
 from parity import assert_same_state
 
 STEPS = 20
@@ -117,8 +118,17 @@ def adversarial(model: Any, batch: Any) -> Any:
     return F.cross_entropy(output.transpose(1, 2), y, reduction="sum"), (y != -100).sum()
 
 
+def laplacian(model: Any, batch: Any) -> Any:
+    """Differentiated three times, as in networks that solve differential equations."""
+    x = batch["x"].clone().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(torch.tanh(model(x)).sum(), x, create_graph=True)
+        curves = [torch.autograd.grad(slope[..., i].sum(), x, create_graph=True)[0][..., i] for i in range(2)]
+    return (sum(curves) - batch["other"][..., 0]).square().mean()
+
+
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
-    loss.__name__: loss for loss in (preference, gradient_penalty, forces, regularized, adversarial)
+    loss.__name__: loss for loss in (preference, gradient_penalty, forces, regularized, adversarial, laplacian)
 }
 NAMES = {
     "preference": {"margin", "right"},
@@ -126,6 +136,7 @@ NAMES = {
     "forces": {"energy", "force"},
     "regularized": {"distance", "head", "size"},
     "adversarial": set(),
+    "laplacian": set(),
 }
 
 
@@ -229,6 +240,7 @@ def alone(ranks):
 # What is refused there.
 SENTENCES = {
     ("gradient_penalty", "cp"): "context parallelism has no second derivatives",
+    ("laplacian", "cp"): "context parallelism has no second derivatives",
     ("forces", "tp-zero3"): "split over",
     ("regularized", "tp-zero3"): "split over",
 }
@@ -379,6 +391,56 @@ def _refusals() -> None:
         with pytest.raises(error, match=sentence):
             engine.step(x)
         assert_same_state(engine.full_state_dict(), before, 1e-30)
+
+
+def _slope_without_enable_grad(model: Any, batch: Any) -> Any:
+    x = batch["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return (slope - batch["other"]).square().mean()
+
+
+def _differentiates(fields: dict[str, Any]) -> list[float]:
+    engine = ts.parallelize(Net(), ts.Plan(**fields), optimizer=ADAMW, loss_fn=_slope_without_enable_grad)
+    losses = [engine.step(_share(_batch(step), engine)).item() for step in range(3)]
+    with pytest.raises(RuntimeError, match=r"loss_fn differentiates, and engine.evaluate computes without gradients"):
+        engine.evaluate(_share(_batch(3), engine))
+    return [*losses, engine.step(_share(_batch(3), engine)).item()]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.fast_cases("0")
+def test_a_loss_that_differentiates_where_evaluations_do_not(ranks, zero):
+    """Steps compare the loss with that of samples in another order, which is an evaluation."""
+    found = ranks(2, _differentiates, dict(zero=zero))[0]
+    torch.testing.assert_close(found, ranks(1, _differentiates, {})[0], rtol=1e-5, atol=1e-6)
+
+
+def _sharpness(model: Any, batch: Any) -> Any:
+    """A sharpness-aware loss, whose first gradient is that of the samples at hand."""
+    weights = dict(model.named_parameters())
+    trained = {name: weight for name, weight in weights.items() if "head" in name}
+    slopes = torch.autograd.grad(model(batch["x"]).square().mean(), list(trained.values()))
+    moved = {name: w + 0.1 * g for (name, w), g in zip(trained.items(), slopes, strict=True)}
+    return torch.func.functional_call(model, moved, (batch["x"],)).square().mean()
+
+
+def _warnings(loss_fn: Any, fields: dict[str, Any]) -> list[str]:
+    engine = ts.parallelize(Net(), ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn)
+    with logged() as said:
+        for step in range(2):
+            engine.step(_share(_batch(step), engine))
+    return [line for line in said if "a gradient by the weights" in line]
+
+
+@pytest.mark.fast_cases("micro")
+@pytest.mark.parametrize(
+    ("world", "fields"),
+    [(1, dict(micro_batches=2)), (2, dict(zero=0)), (2, dict(zero=2)), (2, dict(zero=3, micro_batches=2))],
+    ids=["micro", "zero0", "zero2", "zero3"],
+)
+def test_a_gradient_by_the_weights_is_said_to_depend_on_ranks(ranks, world, fields):
+    assert len(ranks(world, _warnings, _sharpness, fields)[0]) == 1
+    assert ranks(world, _warnings, forces, fields)[0] == []
 
 
 def test_estimates_and_verify(ranks):

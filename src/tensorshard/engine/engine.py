@@ -1,7 +1,7 @@
 """The Engine: one optimizer step under any plan."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, overload
 
@@ -30,7 +30,7 @@ from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
 from tensorshard.engine.loss import Objective
 from tensorshard.engine.loss_terms import takes_model
-from tensorshard.engine.loss_with_model import LossWithModelRunner
+from tensorshard.engine.loss_with_model import LossWithModelRunner, NeedsGradientError
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.manual_loop import ManualLoop
 from tensorshard.engine.measures import Metrics, check_loader, gathered_batches, is_loader, pair
@@ -319,7 +319,7 @@ class Engine(LoopMethods, StateMethods):
     @torch.no_grad()
     def _check_independent_samples(self, inputs: Any, targets: Any) -> None:
         self._check_samples = False
-        with self._evaluation_mode():
+        with self._evaluation_mode(), suppress(NeedsGradientError):  # then it is not checked
             check_independent_samples(
                 lambda *batch: self._step_runner.evaluate(*batch, micro_batches=self.plan.micro_batches).mean,
                 self.mesh,

@@ -3,11 +3,12 @@
 import logging
 import math
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.sharded_model import ShardedModel
@@ -23,6 +24,10 @@ from tensorshard.plan.plan import Plan
 logger = logging.getLogger("tensorshard")
 
 LossOfModel = Callable[[Any, Any], Any]
+
+
+class NeedsGradientError(RuntimeError):
+    """A loss function differentiates where no gradients are computed."""
 
 
 class LossWithModelRunner(WholeModelStepRunner):
@@ -52,6 +57,9 @@ class LossWithModelRunner(WholeModelStepRunner):
         self._metrics = MetricTotals(mesh, device)
         self._counts: torch.Tensor | None = None  # of the terms, over the step that is made once more
         self._warned = False
+        # Whether the next micro-batch says if the loss takes a gradient by the weights, which is that of a part of the
+        # batch. A compiler would compile again without the mode.
+        self._looks = not plan.compile and ((mesh.dp_size > 1 and not plan.shards_parameters) or plan.micro_batches > 1)
 
     def train(self, inputs: Any, targets: Any, loss_scale: float, *, first_alone: bool = False) -> StepLoss:
         batch = one_batch(inputs, targets)
@@ -103,7 +111,17 @@ class LossWithModelRunner(WholeModelStepRunner):
         batch = part.on_device(self._device).inputs
         sequences = self._sharded.sequences
         with sequences.active(), self._forwards.in_loss(), nullcontext() if part.counts else standing_in():
-            returned = sequences.whole(self._loss_fn(self._sharded.model, batch))
+            try:
+                with self._looking_for_derivatives() if self._looks and torch.is_grad_enabled() else nullcontext():
+                    returned = sequences.whole(self._loss_fn(self._sharded.model, batch))
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+                raise NeedsGradientError(
+                    "loss_fn differentiates, and engine.evaluate computes without gradients: put `with "
+                    "torch.enable_grad():` around the calls of the model that are differentiated, and around "
+                    "torch.autograd.grad"
+                ) from error
         loss = read_loss(returned, batch, self._device)
         if self._means is not None and torch.is_grad_enabled() and part.counts:
             self._means.note_loss(loss.sums.sum(), number_of_samples(batch))
@@ -111,6 +129,18 @@ class LossWithModelRunner(WholeModelStepRunner):
                 self._means.note(loss.mean, loss.samples)
         self._sharded.loss_is_over()
         return loss if part.counts else loss.of_none()
+
+    @contextmanager
+    def _looking_for_derivatives(self) -> Iterator[None]:
+        self._looks = False
+        with _Derivatives(self._sharded.model.parameters()) as derivatives:
+            yield
+        if derivatives.found and self._mesh.rank == 0:
+            logger.warning(
+                "loss_fn takes a gradient by the weights, which is that of one micro-batch of one data rank: the loss "
+                "depends on the number of ranks and micro-batches. For a gradient of the whole batch take a loop of "
+                "your own, as docs/your-own-loop.md does for sharpness-aware steps"
+            )
 
     def _result(self, tally: LossTally, *, trains: bool = True) -> StepLoss:
         """The loss of all terms, each of which has its own global count."""
@@ -150,6 +180,23 @@ class LossWithModelRunner(WholeModelStepRunner):
         counts = self._counts
         super().abandon()
         self._counts = counts if isinstance(sys.exception(), StepAgain) else None
+
+
+class _Derivatives(TorchFunctionMode):
+    """Notes whether ``torch.autograd.grad`` is called by parameters."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._parameters = {id(parameter) for parameter in parameters}
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+            inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+            self.found |= any(id(one) in self._parameters for one in inputs)
+        return func(*args, **kwargs)
 
 
 def one_batch(inputs: Any, targets: Any) -> Any:
