@@ -69,6 +69,19 @@ def test_each_key_has_one_entry_and_the_plan_resolves(source):
     assert plan.ledger.entries == ledger.entries
 
 
+def test_degrees_of_experts_are_translated():
+    megatron = ts.Plan.from_megatron({**MEGATRON, "expert_model_parallel_size": 2}, world_size=8)
+    torchtitan = copy.deepcopy(TORCHTITAN)
+    torchtitan["parallelism"]["expert_parallel_degree"] = 2
+    nemo = copy.deepcopy(NEMO)
+    nemo["model"]["expert_model_parallel_size"] = 2
+    plans = [megatron, ts.Plan.from_torchtitan(torchtitan, world_size=8), ts.Plan.from_nemo(nemo, world_size=8)]
+    plans.append(ts.Plan.from_axolotl({**AXOLOTL, "expert_parallel_size": 2}, world_size=8))
+    assert [plan.ep for plan in plans] == [2, 2, 2, 2]
+    split = {**MEGATRON, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    assert "experts are whole on each rank that has them" in read_config("megatron", split, world_size=8).describe()
+
+
 def test_what_deepspeed_asked_for():
     plan = ts.Plan.from_deepspeed(DEEPSPEED, world_size=2)
     assert (plan.zero, plan.precision, plan.clip_grad_norm, plan.micro_batches) == (3, "bf16", 1.0, 4)

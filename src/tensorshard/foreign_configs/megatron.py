@@ -156,10 +156,8 @@ TABLE: Table = {
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
         different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
     ),
-    **each(
-        "expert_model_parallel_size expert_tensor_parallel_size",
-        refused("layers of experts are not sharded apart; set it to 1", int, (1,)),
-    ),
+    "expert_model_parallel_size": _ranks("ep"),
+    "expert_tensor_parallel_size": refused("experts are whole on each rank that has them; set it to 1", int, (1,)),
     "sequence_parallel": _flag("train.plan.sequence_parallel", True),
     "use_distributed_optimizer": _flag("train.plan.zero", 1),
     "use_torch_fsdp2": _flag("train.plan.zero", 3),

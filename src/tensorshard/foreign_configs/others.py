@@ -296,7 +296,7 @@ NEMO: Table = {
     **each("model.fsdp", _on("train.plan.zero", 3)),
     "model.fsdp_sharding_strategy": Rule(("full", "hybrid", "grad"), lambda r, v: (
         to("train.plan.zero", None).act(r, 2 if v == "grad" else 3) if r.get("model.fsdp") else (NOT_NEEDED, "fsdp is off"))),
-    **each("model.expert_model_parallel_size", refused("layers of experts are not sharded apart", int, (1,))),
+    "model.expert_model_parallel_size": _axis("ep"),
     "model.tokenizer.*": different(MODEL),
     "model.data.**": different(DATA),
     "model.peft._target_": refused("adapters: wrap the model with peft in a Python config"),

@@ -119,9 +119,10 @@ TABLE: Table = {
     "parallelism.disable_loss_parallel": different("losses of split logits are always exact", bool),
     "parallelism.context_parallel_rotate_method": unneeded("context parallelism finds its own way", str),
     "parallelism.enable_compiled_autograd": refused("train.plan.compile compiles blocks", bool),
+    "parallelism.expert_parallel_degree": _degree("ep"),
     **each(
-        "expert_parallel_degree expert_tensor_parallel_degree expert_parallel_comm_backend expert_parallel_a2a_impl",
-        refused("layers of experts are not sharded apart; set it to 1", None, (1, "standard", "default")),
+        "expert_tensor_parallel_degree expert_parallel_comm_backend expert_parallel_a2a_impl",
+        refused("experts are whole on each rank that has them; set it to 1", None, (1, "standard", "default")),
         "parallelism.",
     ),
     "training.local_batch_size": to("batch.micro", int),

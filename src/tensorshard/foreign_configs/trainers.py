@@ -207,7 +207,7 @@ AXOLOTL: Table = {
     "fsdp_final_state_dict_type": different("'tensorshard export' writes whole weights", str),
     "activation_offloading": Rule((True, False, "legacy", "disk"), lambda r, v: to(
         "train.plan.offload", None).act(r, {"activations": "disk" if v == "disk" else "cpu"} if v else None)),
-    **each("expert_parallel_size", refused("layers of experts are not sharded apart; set it to 1", int, (1,))),
+    "expert_parallel_size": to("train.plan.ep", int),
     **each("expert_parallel_*", unneeded("it says how experts are spread")),
     **each("fp8 fp8_enable_fsdp_float8_all_gather", refused("fp8 is not there; bf16 is", bool)),
     **each("adapter", Rule(None, _axolotl_adapter)),
@@ -254,7 +254,7 @@ LLAMA_FACTORY: Table = {
     **each("overlap_grad_reduce overlap_param_gather use_reentrant_gc recompute_method recompute_num_layers",
            unneeded("communication overlaps here where a stream exists, and every block is recomputed")),
     "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
-    "expert_model_parallel_size": refused("layers of experts are not sharded apart; set it to 1", int, (1,)),
+    "expert_model_parallel_size": to("train.plan.ep", int),
     "pure_bf16": refused("master weights are always fp32", bool),
     "upcast_layernorm": unneeded("master weights are fp32", bool),
     "stage": Rule(("pt", "sft", "rm", "ppo", "dpo", "kto"), lambda r, v: (
