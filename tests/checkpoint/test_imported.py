@@ -199,17 +199,17 @@ def _write_deepspeed(folder: Path, model: nn.Module, optimizer: torch.optim.Opti
 
 
 def _write_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As from ZeRO 3: each parameter is flat, and the steps are those of groups."""
     for name, p in model.named_parameters():
         (folder / "zero" / name).mkdir(parents=True)
-        torch.save({"param": p.detach()}, folder / "zero" / name / "fp32.pt")
+        torch.save({"param": p.detach().flatten()}, folder / "zero" / name / "fp32.pt")
         for key in ("exp_avg", "exp_avg_sq"):
-            torch.save({"param": optimizer.state[p][key]}, folder / "zero" / name / f"{key}.pt")
-        torch.save(optimizer.state[p]["step"], folder / "zero" / name / "step.pt")
+            torch.save({"param": optimizer.state[p][key].flatten()}, folder / "zero" / name / f"{key}.pt")
     names = {p: name for name, p in model.named_parameters()}
     shapes = [{names[p]: p.shape for p in group["params"]} for group in optimizer.param_groups]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    base = {"optimizer_state_dict": {"base_optimizer_state": {"param_groups": groups}}}
-    torch.save(base, folder / "zero" / "optimizer_state.pt")
+    base = {"state": {at: {"step": torch.tensor(5.0)} for at in range(2)}, "param_groups": groups}
+    torch.save({"zero_stage": 3, "optimizer_state_dict": base}, folder / "zero" / "optimizer_state.pt")
     torch.save(
         {"module": {"scale": model.scale}, "buffer_names": ["scale"], "param_shapes": shapes, "global_steps": 5},
         folder / "mp_rank_00_model_states.pt",

@@ -289,7 +289,8 @@ def _read_universal(folder: Path, models: Mapping[int, Path]) -> Contents:
     state: Any = {}
     if (folder / "zero" / "optimizer_state.pt").is_file():
         state = load_safely(folder / "zero" / "optimizer_state.pt")
-        state = state.get("optimizer_state_dict", state)
+        if "zero_stage" not in state:  # that of ZeRO 1 and 2 is one level deeper than that of ZeRO 3
+            state = state.get("optimizer_state_dict", state)
         base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
         groups = [[n.removeprefix(prefix) for n in group] for group in model.get("param_shapes") or [found.weights]]
         found.groups += _with_options(groups, base.get("param_groups", [])) if base.get("param_groups") else []
@@ -301,6 +302,13 @@ def _read_universal(folder: Path, models: Mapping[int, Path]) -> Contents:
 
 def _add_the_rest(found: Contents, model: Any, state: Any) -> None:
     found.step = model.get("global_steps")
+    base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
+    if found.states and "step" not in found.states:  # some of its optimizers count for a whole group
+        counted = next(iter(base.get("state", {}).values()), {}).get("step")
+        counted = base.get("param_groups", [{}])[0].get("step") if counted is None else counted
+        taken = int(model.get("global_steps", 0) - model.get("skipped_steps", 0) if counted is None else counted)
+        names = dict.fromkeys(name for of_key in found.states.values() for name in of_key)
+        found.states["step"] = {name: ForeignTensor.of(torch.tensor(float(taken))) for name in names}
     scaler = state.get("loss_scaler") if isinstance(state, Mapping) else None
     if scaler is not None and state.get("dynamic_loss_scale"):
         found.scaler = {"scale": float(scaler.cur_scale), "steps_since_overflow": _steps_since_overflow(scaler)}
