@@ -299,6 +299,37 @@ def test_training_goes_on(ranks: Any, tmp_path: Path, kind: str) -> None:
         assert extra["lr_scheduler"] == {"last_batch_iteration": 4}
 
 
+def _calls_of_deepspeed(path: Path) -> tuple[list[float], Any, int]:
+    from tensorshard.compat import deepspeed
+
+    torch.manual_seed(7)
+    net = _Net()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "gradient_clipping": _CLIP,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": _LR, "warmup_num_steps": 2}},
+    }
+    engine, *_ = deepspeed.initialize(model=net, optimizer=_adamw(net.named_parameters()), config=config)
+    _, state = engine.load_checkpoint(path)
+    losses = []
+    for step in range(5, 10):
+        inputs, targets = _batch(step)
+        loss = _loss(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, state, engine.global_steps
+
+
+@pytest.mark.slow
+def test_the_calls_of_deepspeed_go_on_from_its_own_files(ranks: Any, tmp_path: Path) -> None:
+    expected = ranks(1, _alone, tmp_path / "theirs", "zero2")[0]
+    losses, state, steps = ranks(1, _calls_of_deepspeed, tmp_path / "theirs")[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert (state, steps) == ({"epoch": 2}, 10)
+
+
 def test_weights_alone(ranks: Any, tmp_path: Path) -> None:
     ranks(1, _alone, tmp_path / "theirs", "zero3")
     model = ts.from_pretrained(tmp_path / "theirs", _Net)()

@@ -304,7 +304,8 @@ def _add_the_rest(found: Contents, model: Any, state: Any) -> None:
     found.step = model.get("global_steps")
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
     if found.states and "step" not in found.states:  # some of its optimizers count for a whole group
-        counted = next(iter(base.get("state", {}).values()), {}).get("step")
+        of_groups = list(base.get("state", {}).values())
+        counted = of_groups[0].get("step") if of_groups else None
         counted = base.get("param_groups", [{}])[0].get("step") if counted is None else counted
         taken = int(model.get("global_steps", 0) - model.get("skipped_steps", 0) if counted is None else counted)
         names = dict.fromkeys(name for of_key in found.states.values() for name in of_key)
