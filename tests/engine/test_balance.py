@@ -149,3 +149,37 @@ def test_lengths_that_are_none_are_refused(ranks):
         "a sample's length of -1.0",
     )
     assert all(part in message for part, message in zip(parts, said, strict=True))
+
+
+class TokensSeen:
+    """How many samples and tokens there were, and the sum of their logits."""
+
+    def reset(self) -> None:
+        self.samples, self.tokens, self.total = 0, 0, 0.0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        counts = targets != -100
+        self.samples, self.tokens = self.samples + len(targets), self.tokens + int(counts.sum())
+        self.total += outputs.gather(-1, targets.clamp(min=0)[..., None])[..., 0][counts].sum().item()
+
+    def compute(self) -> list[float]:
+        return [self.samples, self.tokens, self.total]
+
+
+def measured(fields: dict[str, Any], padded: bool | None) -> list[float]:
+    seeds.seed(1)
+    model = GPT(61, 32, 2, 2, 16).double()
+    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=SGD, loss_fn=next_token_loss)
+    lengths = {} if padded is None else {"lengths": list(map(len, conversations())), "padded": padded}
+    loader = engine.loader(conversations(), 16, collate_fn=padded_batch, **lengths)
+    return [*engine.evaluate(loader, metrics=TokensSeen()), engine.evaluate(loader).item()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("world", "fields"), [(2, dict(zero=3)), (4, dict(zero=1, micro_batches=2)), (4, dict(pp=2, micro_batches=2))]
+)
+def test_metrics_count_each_sample_once(ranks, world, fields, padded):
+    expected = ranks(1, measured, {}, None)[0]
+    torch.testing.assert_close(ranks(world, measured, fields, padded)[0], expected, rtol=1e-9, atol=1e-9)
