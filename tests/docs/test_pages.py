@@ -65,6 +65,7 @@ NOT_RUN = {
     "needs datasets; tests/data/test_packing.py runs the same where it is": 1,
     "needs deepspeed; tests/docs/test_coming_from.py runs it where it is": 1,
     "needs LiBai and OneFlow": 1,
+    "needs lightning": 1,
     "needs Paddle": 1,
     "needs two machines; tests/docs/test_clusters.py runs it on one": 3,
     "needs Kubernetes; tests/docs/test_clusters.py reads it": 1,
