@@ -10,7 +10,11 @@ from rank_pool import RankError
 
 pytest.importorskip("trl")
 
-_IMPORTS = {"from trl import DPOTrainer, SFTTrainer": "from tensorshard.compat.trl import DPOTrainer, SFTTrainer"}
+_IMPORTS = {
+    "from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer": (
+        "from trl import DPOConfig, SFTConfig\nfrom tensorshard.compat.trl import DPOTrainer, SFTTrainer"
+    ),
+}
 
 
 def _theirs(method: str, folder: str) -> list[float]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pages import blocks
+from pages import ROOT, blocks
+from tensorshard import cli
 
 _SECONDS = 300  # DeepSpeed compiles an operator when it is first used
 
@@ -29,3 +30,22 @@ def test_a_peers_lines_run(peer: str, tmp_path: Path) -> None:
     )
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", ran.stdout)]
     assert len(losses) == 2 and all(0.5 < loss < 3 for loss in losses), ran.stdout + ran.stderr
+
+
+def _ledgers() -> list[tuple[str, int, str, str]]:
+    """The files on the page, for how many ranks, their lines and the ledger below them."""
+    text = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    fence = r"```text\n(.*?)```\s+"
+    found = re.findall(rf"<!-- ledger: (\S+) (\d+) -->\s+{fence}{fence}", text, re.DOTALL)
+    return [(name, int(ranks), lines, ledger) for name, ranks, lines, ledger in found]
+
+
+def test_ledgers_are_as_they_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(_ledgers()) == 4
+    for name, ranks, lines, ledger in _ledgers():
+        Path(name).write_text(lines)
+        cli.main(["import", name, "--world-size", str(ranks)])
+        assert capsys.readouterr().out.startswith(ledger), name
