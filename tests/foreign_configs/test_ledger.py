@@ -213,3 +213,10 @@ def test_what_a_program_has_no_place_for_is_said(tmp_path, capsys):
     assert "set them in accelerate's script: clip_grad_norm=1.0" in err and "fsdp_config" in out
     assert main(["export-config", str(path), "--to", "deepspeed"]) == 0
     assert not capsys.readouterr().err
+
+
+def test_a_config_that_is_code_is_refused(tmp_path):
+    path = tmp_path / "bert.py"
+    path.write_text("train.dist.tensor_parallel_size = 2\ntrain.amp.enabled = True\n")
+    with pytest.raises(ValueError, match=r"is Python, which is not run.* LiBai writes config.yaml"):
+        read_file(path, "libai", world_size=4)

@@ -193,7 +193,13 @@ def _parsed(path: Path, text: str, given: dict[str, Any]) -> Any:
         raise ValueError(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from error
     variables = {key: str(given.pop(key)) for key in list(given) if re.search(rf"\b{re.escape(key)}\b", text) and
                  re.search(rf"\$\{{?{re.escape(key)}\b", text)}  # fmt: skip
-    return megatron.arguments(text, variables)
+    found = megatron.arguments(text, variables)
+    if not found and path.suffix == ".py":
+        raise ValueError(
+            f"{path} is Python, which is not run, and it has no arguments of a launch; give the config as YAML: LiBai "
+            f"writes config.yaml into its train.output_dir"
+        )
+    return found
 
 
 def _found(name: Any, beside: Path) -> Path | None:
