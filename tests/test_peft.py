@@ -428,7 +428,5 @@ class _Quantized(nn.Parameter):
 def test_tensors_that_are_quantized_are_refused_by_name():
     layer = nn.Linear(4, 4)
     layer.weight = _Quantized(torch.ones(4, 4), requires_grad=False)
-    with pytest.raises(
-        ValueError, match=r"parameter 'weight' is a .*_Quantized.*or hold integers and scales in buffers"
-    ):
+    with pytest.raises(ValueError, match=r"parameter 'weight' is a _Quantized.*or hold integers and scales in buffers"):
         ts.parallelize(layer, ts.Plan(), optimizer=ADAMW, loss_fn=loss_fn)

@@ -259,7 +259,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
     if hasattr(parameter, "__tensor_flatten__") or type(parameter).__module__.startswith("bitsandbytes"):
         raise ValueError(
-            f"parameter {name!r} is a {kind_of(parameter)}, which keeps several tensors (integers and their scales) "
+            f"parameter {name!r} is {kind_of(parameter)}, which keeps several tensors (integers and their scales) "
             f"behind one name, and a plan lays out plain tensors; dequantize it, or hold integers and scales in "
             f"buffers of a linear layer of your own, which keep their types under every plan"
         )
