@@ -77,6 +77,7 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "no new tokens": ("generate run once --max-new-tokens 0", "max_new_tokens=0", "at least 1"),
     "a temperature below 0": ("generate run once --temperature -1", "temperature=-1", "at least 0"),
     "none of the likeliest": ("generate run once --top-k 0", "top_k=0", "at least 1"),
+    "importing no checkpoint": ("import-checkpoint", "a checkpoint and a folder", "given nothing"),
     "exporting nothing": ("export", "a checkpoint and a directory", "given nothing"),
     "exporting what is not a checkpoint": ("export run out", "run is not a checkpoint", "engine.json"),
     "exporting to what is there": ("export run/checkpoints/step-1 run", "run is there already"),
