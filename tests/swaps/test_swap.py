@@ -358,7 +358,7 @@ def _train(fields: dict[str, Any], swapped: bool = True) -> dict[str, Any]:
         optimizer=parity.ADAMW,
         loss_fn=parity.loss_function("gpt"),
     )
-    losses = [engine.step(*parity.shard(engine, *parity.batch("gpt", step))).item() for step in range(8)]
+    losses = [engine.step(*parity.shard(engine, *parity.batch("gpt", step))).item() for step in range(4)]
     return {"losses": losses, "state": engine.full_state_dict()}
 
 
