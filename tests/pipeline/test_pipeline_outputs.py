@@ -138,3 +138,76 @@ def test_outputs_of_any_class_train_all_stages(ranks, kind):
             assert result[2] == pytest.approx(predicted, rel=2e-5)
     for name, value in weights.items():
         torch.testing.assert_close(results[0][1][name], value, rtol=2e-5, atol=2e-5)
+
+
+class _Aside(nn.Module):
+    """Its first layer has an output of its own, which crosses every cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.first(x)
+        aside = self.aside(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return {"logits": x, "aside": aside}
+
+
+def _loss_of(weights: list[float]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """The n-th step takes the output beside with the n-th weight; at 0 it leaves it out."""
+    left = iter([weight for weight in weights for _ in range(2)])  # a call for each micro-batch
+
+    def loss_fn(output: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.mse_loss(output["logits"], targets)
+        weight = next(left)
+        return loss + weight * output["aside"].square().mean() if weight else loss
+
+    return loss_fn
+
+
+def _steps_aside(fields: dict[str, Any], weights: list[float]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    plan = ts.Plan(micro_batches=2, **fields)
+    engine = ts.parallelize(_Aside(), plan, optimizer=adamw, loss_fn=_loss_of(weights), sample_inputs=x[:2])
+    for _ in weights:
+        engine.step(x, y)
+        engine.predict(x)
+    return engine.full_state_dict()
+
+
+@pytest.mark.fast_cases("0-1f1b")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(pp=2),
+        dict(pp=4, zero=1, pp_schedule="gpipe"),
+        dict(pp=2, pp_schedule="interleaved_1f1b", pp_stages_per_rank=2),
+        dict(pp=2, pp_schedule="zbv", pp_stages_per_rank=2),
+    ],
+    ids=["1f1b", "four", "interleaved", "zbv"],
+)
+@pytest.mark.parametrize("weight", [0.0, 0.3], ids=["0", "0.3"])
+def test_what_the_loss_leaves_out_is_not_decayed(ranks, fields, weight):
+    """It has no gradient, as in one process, and not one of zeros."""
+    (alone,) = ranks(1, _steps_aside, {}, [weight] * 3)
+    found = ranks(fields["pp"], _steps_aside, fields, [weight] * 3)[0]
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+
+
+def _used_later(weights: list[float]) -> str:
+    try:
+        _steps_aside(dict(pp=2), weights)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_what_the_loss_uses_later_is_refused_by_name(ranks):
+    message = ranks(2, _used_later, [0.0, 0.3])[1]
+    assert "had none in the first step with such inputs" in message and "times 0" in message

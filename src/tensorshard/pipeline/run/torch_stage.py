@@ -5,6 +5,7 @@ and nothing else of torch's stages is used. So inputs may have any structure, ou
 change, and tensors are sent without sending their shapes first.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.world import world
 from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.cut import Cut
 from tensorshard.pipeline.run.split_backward import WeightBackward, backward_of_inputs
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.torch_private.pipelining import ScheduleStage
+
+logger = logging.getLogger("tensorshard")
 
 
 class StageHooks:
@@ -49,6 +53,38 @@ class _MicroBatch:
     gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were sent
     input_gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were received
     weights: WeightBackward | None = None
+    flags: torch.Tensor | None = None  # [sent tensors]: 1 where there is a gradient
+
+
+class _Absent:
+    """Which tensors that cross a cut get no gradient, such as those of which only a part of the model's output that the
+    loss leaves out is made. Before them is no gradient of zeros, with which an optimizer would decay weights, but none.
+
+    Neighbours tell each other in the first step with a cut. Learned is what holds for all of its micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Cut, frozenset[int]]] = {}
+        self._learned: dict[int, tuple[Cut, frozenset[int]]] = {}
+        self._left = 0  # micro-batches of this step
+
+    def begin(self, micro_batches: int) -> None:
+        """Called before each step. What a failed step has learned is forgotten."""
+        if not self._left:
+            self._known |= self._learned
+        self._learned, self._left = {}, micro_batches
+
+    def of(self, cut: Cut) -> frozenset[int] | None:
+        """Places of the tensors without gradients; None in the first step with `cut`."""
+        known = self._known.get(id(cut))
+        return None if known is None else known[1]
+
+    def learn(self, cut: Cut, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called once with the gradients of each micro-batch."""
+        absent = frozenset(place for place, gradient in enumerate(gradients) if gradient is None)
+        before = self._learned.get(id(cut), (cut, absent))[1]
+        self._learned[id(cut)] = cut, absent & before
+        self._left -= 1
 
 
 class ScheduledStage(ScheduleStage):
@@ -82,12 +118,16 @@ class ScheduledStage(ScheduleStage):
         self._inputs: Sequence[Any] = ()
         self._batches: dict[int, _MicroBatch] = {}
         self._backwards = 0  # those of this step that added to parameters' gradients
+        self._absent_received, self._absent_sent = _Absent(), _Absent()
+        self._said = False
 
     def begin(self, inputs: Sequence[Any]) -> None:
         """Sets the micro-batches of the next step, and forgets what a failed step left."""
         self._inputs = inputs
         self._batches = {}
         self._backwards = 0
+        self._absent_received.begin(len(inputs))
+        self._absent_sent.begin(len(inputs))
 
     def _of(self, index: int) -> _MicroBatch:
         if index not in self._batches:
@@ -137,8 +177,16 @@ class ScheduledStage(ScheduleStage):
         if not self.has_backward or self.is_last:
             return []
         batch = self._of(bwd_chunk_id)
-        batch.gradients = tuple(spec.empty(self.device) if spec.requires_grad else None for spec in batch.sent_specs)
-        return self._ops(dist.irecv, batch.sent_specs, batch.gradients, self.stage_index + 1)
+        absent = self._absent_sent.of(batch.cut)
+        batch.gradients = tuple(
+            spec.empty(self.device) if spec.requires_grad and place not in (absent or ()) else None
+            for place, spec in enumerate(batch.sent_specs)
+        )
+        operations = self._ops(dist.irecv, batch.sent_specs, batch.gradients, self.stage_index + 1)
+        if operations and absent is None and not world().is_simulated:
+            batch.flags = torch.empty(len(batch.gradients), device=self.device)
+            operations.append(self._op(dist.irecv, batch.flags, self.stage_index + 1))
+        return operations
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self._of(mb_index).gradients = tuple(next_stage_bwd_outputs)
@@ -150,6 +198,13 @@ class ScheduledStage(ScheduleStage):
             self._batches.pop(bwd_chunk_id, None)
             return
         batch = self._of(bwd_chunk_id)
+        if batch.flags is not None:
+            batch.gradients = tuple(
+                gradient if flag else None for gradient, flag in zip(batch.gradients, batch.flags.tolist(), strict=True)
+            )
+            batch.flags = None
+        if not self.is_last:
+            self._absent_sent.learn(batch.cut, batch.gradients)
         outputs = [loss] if self.is_last else list(batch.sent)
         gradients = [None] if self.is_last else list(batch.gradients)
         pairs = [
@@ -186,18 +241,25 @@ class ScheduledStage(ScheduleStage):
         if not self.has_backward or self.is_first:
             return []
         batch = self._of(bwd_chunk_id)
+        absent, gradients = self._absent_received.of(batch.cut), batch.input_gradients
         tensors = [
-            self._gradient(spec, gradient) if spec.requires_grad else None
-            for spec, gradient in zip(batch.received_specs, batch.input_gradients, strict=True)
+            self._gradient(spec, gradient, None if absent is None else place in absent) if spec.requires_grad else None
+            for place, (spec, gradient) in enumerate(zip(batch.received_specs, gradients, strict=True))
         ]
+        operations = self._ops(dist.isend, batch.received_specs, tensors, self.stage_index - 1)
+        if operations and absent is None and not world().is_simulated:
+            flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=self.device)
+            operations.append(self._op(dist.isend, flags, self.stage_index - 1))
+        self._absent_received.learn(batch.cut, gradients)
         batch.input_gradients = ()
-        return self._ops(dist.isend, batch.received_specs, tensors, self.stage_index - 1)
+        return operations
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         if not self.has_backward:
             return ()
         batch = self._of(mb_index)
         gradients, batch.input_gradients = batch.input_gradients, ()
+        self._absent_received.learn(batch.cut, gradients)
         return gradients
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -231,20 +293,43 @@ class ScheduledStage(ScheduleStage):
         self._backwards += 1
         self._hooks.before_backward(self.stage, index, last=self._backwards == len(self._inputs))
 
-    def _gradient(self, spec: TensorSpec, gradient: torch.Tensor | None) -> torch.Tensor:
+    def _gradient(
+        self, spec: TensorSpec, gradient: torch.Tensor | None, was_absent: bool | None
+    ) -> torch.Tensor | None:
+        """What is sent for a gradient of a received tensor.
+
+        Args:
+            was_absent: in the first step; None if this is the first step.
+        """
         if gradient is None:
-            return spec.empty(self.device).zero_()
+            if was_absent is False and not self._said:
+                self._said = True
+                logger.warning(
+                    "stage %d has no gradient in this step for a tensor %s that it received, and had one in the first "
+                    "step: the stages before it get zeros, with which an optimizer decays weights, as without "
+                    "pipelines it would not",
+                    self.stage_index,
+                    spec,
+                )
+            return None if was_absent else spec.empty(self.device).zero_()
+        if was_absent:
+            raise RuntimeError(
+                f"stage {self.stage_index} has a gradient in this step for a tensor {spec} that it received, and had "
+                f"none in the first step with such inputs, so that the stages before it do not wait for one: let the "
+                f"loss use all of what it ever uses from the first step, times 0 where it should not count"
+            )
         return spec.arranged(gradient)
+
+    def _op(self, kind: Any, tensor: torch.Tensor, neighbour: int) -> dist.P2POp:
+        group = self.group if self.group is not None else dist.group.WORLD
+        peer = dist.get_global_rank(group, self.stage_index_to_group_rank[neighbour])  # type: ignore[arg-type]
+        return dist.P2POp(kind, tensor, peer, self.group)
 
     def _ops(
         self, kind: Any, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], neighbour: int
     ) -> list[dist.P2POp]:
-        if not tensors:
-            return []
-        group = self.group if self.group is not None else dist.group.WORLD
-        peer = dist.get_global_rank(group, self.stage_index_to_group_rank[neighbour])  # type: ignore[arg-type]
         return [
-            dist.P2POp(kind, spec.on_the_wire(tensor), peer, self.group)
+            self._op(kind, spec.on_the_wire(tensor), neighbour)
             for spec, tensor in zip(specs, tensors, strict=True)
             if tensor is not None
         ]
