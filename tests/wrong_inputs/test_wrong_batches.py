@@ -115,7 +115,7 @@ BATCHES: dict[str, Case] = {
         "failed in '2', a Linear(in_features=16, out_features=3, bias=True)", "called with torch.float32 [2, 24]",
     ),
     "inputs by a wrong name": (lambda e: e.gpt.step({"input_idz": TOKENS}, TOKENS), "input_idz", "torch.int64 [2, 2]"),
-    "one input too many": (lambda e: e.gpt.step((TOKENS, TOKENS), TOKENS), "GPT", "torch.int64 [2, 2]"),
+    "one input too many": (lambda e: e.gpt.step((TOKENS, TOKENS, TOKENS), TOKENS), "GPT", "torch.int64 [2, 2]"),
     "numpy inputs": (lambda e: e.usual.step(TOKENS.numpy(), TARGETS), "a ndarray", "a tensor, or a tuple or dict"),
     "numpy inputs in a tuple": (lambda e: e.usual.step((TOKENS.numpy(),), TARGETS), "no tensors", "ndarray"),
     "a list of numbers": (lambda e: e.usual.step([[0, 1], [2, 3]], TARGETS), "no tensors"),
