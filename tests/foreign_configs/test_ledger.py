@@ -9,7 +9,7 @@ import torch
 
 import tensorshard as ts
 from tensorshard.cli import main
-from tensorshard.foreign_configs import export, read_config, read_file
+from tensorshard.foreign_configs import export, megatron, read_config, read_file
 from tensorshard.foreign_configs.ledger import flat
 from tensorshard.trainer.schedulers import warmup_decay
 
@@ -156,6 +156,20 @@ def test_a_launch_script_is_followed(tmp_path):
     ledger = read_file(script, given={"TP": 4}, world_size=4)
     assert not ledger.refused, ledger.describe()
     assert (ledger.plan["tp"], ledger.plan["zero"], ledger.plan["precision"]) == (4, 1, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("torchrun --nproc_per_node 8 pretrain_gpt.py --bf16 2>&1 | tee log", {"nproc_per_node": "8", "bf16": ""}),
+        ("torchrun --standalone pretrain_gpt.py --split 9,1 > $LOG &", {"standalone": "", "split": "9,1"}),
+        ("srun --exclusive --ntasks 4 -p x python -u a.py --lr 1 && b", {"exclusive": "", "ntasks": "4", "lr": "1"}),
+        ("torchrun --nnodes=1 -m pretrain --data-path 0.5 a 0.5 b", {"nnodes": "1", "data_path": "0.5 a 0.5 b"}),
+        ("torchrun --nnodes 1 $MORE a.py --spec local.py", {"nnodes": "1 $MORE", "spec": "local.py"}),
+    ],
+)  # fmt: skip
+def test_the_program_of_a_launcher_is_no_value_of_an_option(line, expected):
+    assert megatron.arguments(line, {}) == expected
 
 
 def test_a_yaml_that_points_to_a_json(tmp_path):

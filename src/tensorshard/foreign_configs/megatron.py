@@ -108,8 +108,9 @@ _ARCHITECTURE = (
     "enable_experimental qk_nope_head_dim qk_rope_head_dim use_llama2_rotary_position_embeddings rope_type"
 )
 _MACHINE = (
-    "nnodes nproc_per_node node_rank master_addr master_port rdzv_endpoint rdzv_id rdzv_backend local_rank job_name "
-    "partition account nodes ntasks_per_node gpus_per_node gres time exclusive dependency output error container_image "
+    "nnodes nproc_per_node node_rank master_addr master_port rdzv_endpoint rdzv_id rdzv_backend rdzv_conf local_rank "
+    "standalone max_restarts monitor_interval start_method log_dir redirects tee no_python job_name "
+    "partition account nodes ntasks ntasks_per_node gpus_per_node gres time exclusive dependency output error container_image "
     "container_mounts container_workdir no_container_mount_home mpi kill_on_bad_exit wait requeue parsable pty export "
     "distributed_backend distributed_timeout_minutes no_sync termination_id cpus_per_task mem signal"
 )
@@ -373,7 +374,11 @@ def _split(text: str) -> list[str]:
 
 
 def pairs(words: Any) -> dict[str, Any]:
-    """Arguments by name, with ``_`` for ``-``, from words, or from pairs of a name and a value."""
+    """Arguments by name, with ``_`` for ``-``, from words, or from pairs of a name and a value.
+
+    An option of the launcher has one value: what follows is the program. What the shell redirects, pipes or runs next
+    belongs to no option.
+    """
     found: dict[str, Any] = {}
     if words and isinstance(words[0], list | tuple):
         for name, value in words:
@@ -385,9 +390,21 @@ def pairs(words: Any) -> dict[str, Any]:
             name, equals, value = word.partition("=")
             name = _name(name)
             found[name] = value if equals else ""
-        elif name is not None and word not in ("\\", "|", "&&", ";"):
+        elif _SHELL.match(word):
+            name = None
+        elif name is not None and word != "\\" and ("$" in word or not _ends_launcher(name, found[name], word)):
             found[name] = f"{found[name]} {word}".strip()
     return found
+
+
+_SHELL = re.compile(r"(\d*|&)>|(<|\||\|\||&|&&|;)$")
+_LAUNCHER = frozenset(_MACHINE.split())
+_PROGRAM = re.compile(r"(.*/)?(python[\d.]*|torchrun|bash|sh|[\w.-]+\.(py|sh))$")
+
+
+def _ends_launcher(name: str, value: str, word: str) -> bool:
+    """Whether `word` is no part of the value of `name`, but the program that a launcher starts, or an option of it."""
+    return name in _LAUNCHER and (bool(value) or _PROGRAM.match(word) is not None)
 
 
 def _name(word: str) -> str:
