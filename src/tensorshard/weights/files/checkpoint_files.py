@@ -169,13 +169,19 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class ManifestReader(StorageReader):
-    """Reads tensors that a manifest describes; what is read is checked."""
+class TensorReader(StorageReader):
+    """Reads tensors for torch's planner. A subclass says how.
 
-    def __init__(self, store: Store, manifest: Manifest, metadata: Metadata) -> None:
-        self._store = store
-        self._manifest = manifest
+    Args:
+        metadata: of all tensors.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
+
+    def read_items(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Reads what `items` ask for into the tensors that the `planner` names."""
+        raise NotImplementedError
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between reads."""
@@ -184,7 +190,7 @@ class ManifestReader(StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All that is needed is in the manifest."""
+        """All that is needed is in the metadata."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -197,19 +203,31 @@ class ManifestReader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        pieces: dict[str, list[tuple[PieceEntry, ReadItem]]] = {}
-        for item in plan.items:
-            piece = self._metadata.storage_data[item.storage_index]
-            pieces.setdefault(piece.file, []).append((piece, item))
-        for file, items in pieces.items():
-            with CheckedFile(self._store, file, self._manifest.files[file]) as stream:
-                for piece, item in sorted(items, key=lambda pair: pair[0].start):  # each chunk is read once
-                    target = planner.resolve_tensor(item).detach()
-                    _read_box(stream, piece, self._manifest.tensors[item.storage_index.fqn].torch_dtype, item, target)
-                    planner.commit_tensor(item, target)
+        self.read_items(plan.items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class ManifestReader(TensorReader):
+    """Reads tensors that a manifest describes; what is read is checked."""
+
+    def __init__(self, store: Store, manifest: Manifest, metadata: Metadata) -> None:
+        super().__init__(metadata)
+        self._store = store
+        self._manifest = manifest
+
+    def read_items(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        pieces: dict[str, list[tuple[PieceEntry, ReadItem]]] = {}
+        for item in items:
+            piece = self._metadata.storage_data[item.storage_index]
+            pieces.setdefault(piece.file, []).append((piece, item))
+        for file, of_file in pieces.items():
+            with CheckedFile(self._store, file, self._manifest.files[file]) as stream:
+                for piece, item in sorted(of_file, key=lambda pair: pair[0].start):  # each chunk is read once
+                    target = planner.resolve_tensor(item).detach()
+                    _read_box(stream, piece, self._manifest.tensors[item.storage_index.fqn].torch_dtype, item, target)
+                    planner.commit_tensor(item, target)
 
 
 def _read_box(stream: CheckedFile, piece: PieceEntry, dtype: torch.dtype, item: ReadItem, target: torch.Tensor) -> None:

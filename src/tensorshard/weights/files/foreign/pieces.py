@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from tensorshard.common.stores import LocalStore
-from tensorshard.weights.files.checkpoint_files import OpenCheckpoint
+from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, TensorReader
 from tensorshard.weights.files.manifest import DamagedCheckpointError, box
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -96,43 +95,18 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
                 yield (index, *offset), (1, *sizes), index * row + element
 
 
-class _PieceReader(StorageReader):
-    """Reads boxes of tensors in pieces, for torch's planner."""
+class _PieceReader(TensorReader):
+    """Reads boxes of tensors in pieces."""
 
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between reads."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All that is needed is in the metadata."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_items(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         read: tuple[Piece, torch.Tensor] | None = None
-        for item in plan.items:
+        for item in items:
             piece = self._metadata.storage_data[item.storage_index]
             if read is None or read[0] is not piece:
                 read = piece, piece.read()
             target = planner.resolve_tensor(item).detach()
             target.copy_(read[1][box(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 @dataclass(frozen=True)
