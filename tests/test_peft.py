@@ -139,6 +139,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: _lora(llama(), "embed_tokens", "q_proj"),
     "Conv1D": lambda: _lora(gpt2(), "c_attn", "c_proj", "c_fc", fan_in_fan_out=True),
     "experts": _experts,
+    "mixture": lambda: _lora(mixtral(), "q_proj", "v_proj", "o_proj"),
     "rsLoRA": lambda: _lora(llama(), "q_proj", "v_proj", use_rslora=True),
     "DoRA": lambda: _lora(llama(), "q_proj", "o_proj", "down_proj", use_dora=True),
     "VeRA": _vera,
@@ -211,6 +212,19 @@ def alone(kind: str) -> tuple[list[float], nn.Module, dict[str, torch.Tensor]]:
 
 # What no plan can split along a sequence is refused by name.
 WITHOUT_SEQUENCES = ("experts", "prefix")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [dict(), dict(zero=1), dict(zero=3, recompute="full")])
+def test_attention_of_a_mixture_whose_experts_are_split(ranks, fields):
+    expected, model, before = alone("mixture")
+    losses, state, whole = ranks(2, _train, "mixture", dict(ep=2, **fields))[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+    assert_same_state(state, model.state_dict(), 1e-5)
+    assert sum(".experts." in name for name in before) == 4
+    for name, value in before.items():
+        assert torch.equal(state[name], value), name
+        assert name not in whole or ".experts." not in name
 
 
 @pytest.mark.fast_cases("linear-zero3", "experts-zero1", "IA3-tp", "several-pp")

@@ -18,7 +18,7 @@ import tensorshard as ts
 from rank_pool import RankError
 from strict_nccl import BrokenRuleError, Logged
 from tensorshard.comm.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
-from tensorshard.predict.hardware import communicators
+from tensorshard.predict.hardware import communicators, find_hardware
 
 NCCL = dict(backend=strict_nccl.NAME, group_timeout=60)
 
@@ -194,12 +194,32 @@ def test_training_is_exact(ranks, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "fields"), [(2, dict(ep=2, zero=1)), (4, dict(ep=2, zero=2, micro_batches=2, clip_grad_norm=0.5))]
+    ("world_size", "fields"),
+    [
+        (2, dict(ep=2, zero=1)),
+        (4, dict(ep=2, zero=2, micro_batches=2, clip_grad_norm=0.5)),
+        (4, dict(ep=2, zero=3)),
+        (4, dict(ep=2, tp=2, zero=1)),
+        (4, dict(ep=2, cp=2, zero=1)),
+        (4, dict(ep=2, pp=2, zero=1, micro_batches=2)),
+        (4, dict(ep=2, dp_shard=2, dp_replicate=2, zero=1)),
+        (8, dict(ep=2, dp_shard=4, dp_replicate=2, zero=3)),
+    ],
 )
 def test_experts_over_data_ranks(ranks, world_size, fields):
     found = ranks(world_size, _train, "mixtral", fields, 3, **NCCL)
     parity.assert_same(found[0][0], parity.reference("mixtral", fields.get("clip_grad_norm"), 3), 1e-5)
-    check_order([log for _, log in found])
+    logs = [log for _, log in found]
+    check_order(logs)
+    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size))
+
+
+def test_groups_of_experts_are_counted():
+    assert communicators(ts.Plan(ep=4).resolve(4)) == communicators(ts.Plan().resolve(4)) == 1
+    assert communicators(ts.Plan(ep=2).resolve(4)) == 3
+    gpu = find_hardware("h100")
+    more = gpu.context_under(ts.Plan(ep=2).resolve(4)) - gpu.context_under(ts.Plan().resolve(4))
+    assert more == 2 * 2**28
 
 
 def _other_calls(fields: dict[str, Any], folder: str) -> tuple[bool, list[Logged]]:
@@ -271,7 +291,7 @@ def communicators_used(logs: list[list[Logged]]) -> int:
     return max(
         len(
             {
-                (c.ranks, c.shapes[-1] if c.name in ("send", "recv") and c.batch is None else None)
+                (c.group, c.shapes[-1] if c.name in ("send", "recv") and c.batch is None else None)
                 for c in log
                 if len(c.ranks) > 1 and not c.of_objects
             }

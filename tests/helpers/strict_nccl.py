@@ -54,6 +54,7 @@ class Logged(NamedTuple):
     Args:
         ranks: of the group. shapes: of sends and receives, the last is the peer. batch: its number, if it is in one.
         of_objects: whether it carries pickled objects, which travel over Gloo in a world that has it, too.
+        group: a number for the group, as others may have the same ranks.
     """
 
     ranks: tuple[int, ...]
@@ -61,6 +62,7 @@ class Logged(NamedTuple):
     shapes: Any
     batch: int | None
     of_objects: bool
+    group: int = 0
 
 
 class _Queue:
@@ -147,7 +149,7 @@ class _Call(dist.distributed_c10d.Work):
         self.has_run = self._published = False
         self.batch = _queue.batches if _queue.in_batch else None
         _queue.waiting.append(self)
-        _queue.log.append(Logged(group.ranks, name, shapes, self.batch, _of_objects()))
+        _queue.log.append(Logged(group.ranks, name, shapes, self.batch, _of_objects(), id(group)))
 
     def start(self) -> None:
         """What a batch of sends and receives does before any of them waits."""

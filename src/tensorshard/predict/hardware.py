@@ -6,6 +6,7 @@ measured.
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -116,12 +117,16 @@ class Hardware:
 
 def communicators(plan: Plan) -> int:
     """How many communicators NCCL makes for a rank under a resolved `plan`: one for each group with other ranks, and
-    one for each neighbour in a pipeline, as torch's schedules send by themselves what needs no answer."""
+    one for each neighbour in a pipeline, as torch's schedules send by themselves what needs no answer. Groups of
+    experts are others than those of the axes, even with the same ranks, unless all ranks of the world are in one."""
     axes = {axis for axis in AXES if getattr(plan, axis) > 1}
     data = {"dp_replicate", "dp_shard"}
     groups = {frozenset({axis}) for axis in axes}
     groups |= {frozenset(axes & group) for group in (axes, data, data | {"cp"}, {"dp_shard", "cp"})}
-    return len(groups - {frozenset()}) + min(plan.pp - 1, 2)
+    of_experts = [plan.ep, plan.dp_shard * plan.cp // plan.ep, plan.dp_replicate if plan.zero == 3 else 1]
+    world_size = math.prod(getattr(plan, axis) for axis in AXES)
+    others = 0 if plan.ep in (1, plan.cp) else sum(1 < ranks < world_size for ranks in of_experts)
+    return len(groups - {frozenset()}) + min(plan.pp - 1, 2) + others
 
 
 def known_hardware() -> list[str]:
