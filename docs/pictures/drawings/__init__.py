@@ -8,7 +8,7 @@ from drawings.context import draw_context
 from drawings.diagrams import draw_imports, draw_step
 from drawings.held import draw_held
 from drawings.memory import draw_memory
-from drawings.mesh import draw_mesh
+from drawings.mesh import draw_experts, draw_mesh
 from drawings.offload import draw_offload, offload_group
 from drawings.planner import draw_planner, planner_models
 from drawings.recording import draw_recording
@@ -19,6 +19,7 @@ from drawings.zero import draw_zero
 DRAWINGS: dict[str, Callable[[], str]] = {
     "zero.svg": draw_zero,
     "mesh.svg": draw_mesh,
+    "experts.svg": draw_experts,
     "context.svg": draw_context,
     "memory.svg": partial(
         draw_memory,

@@ -36,6 +36,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 .tp { fill: none; stroke: #0969da; stroke-width: 3 }
 .dp { fill: none; stroke: #bf8700; stroke-width: 3 }
 .pp { fill: none; stroke: #1a7f37; stroke-width: 3 }
+.ep { fill: none; stroke: #8250df; stroke-width: 3 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 }
   .small { fill: #9198a1 }
@@ -61,6 +62,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
   .tp { stroke: #4493f8 }
   .dp { stroke: #d29922 }
   .pp { stroke: #3fb950 }
+  .ep { stroke: #ab7df8 }
 }
 """
 
