@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import parity
@@ -19,15 +20,17 @@ _IMPORTS = {
 }
 
 
-def _theirs(batch_size: int, *arguments: str) -> dict[str, Any]:
-    return peer_scripts.run("nlp_example", ["--cpu", "--batch_size", str(batch_size), *arguments])
+def _theirs(batch_size: int, *arguments: str, name: str = "nlp_example") -> dict[str, Any]:
+    return peer_scripts.run(name, ["--cpu", "--batch_size", str(batch_size), *arguments])
 
 
-def _ours(plan: dict[str, Any], path: str, batch_size: int, *arguments: str) -> dict[str, Any]:
+def _ours(
+    plan: dict[str, Any], path: str, batch_size: int, *arguments: str, name: str = "nlp_example"
+) -> dict[str, Any]:
     file = Path(path) / f"plan-{torch.distributed.get_rank()}.yaml"
     ts.Plan(**plan).to_yaml(file)
     given = ["--cpu", "--batch_size", str(batch_size), *arguments]
-    return peer_scripts.run("nlp_example", given, _IMPORTS, TENSORSHARD_PLAN=str(file))
+    return peer_scripts.run(name, given, _IMPORTS, TENSORSHARD_PLAN=str(file))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,65 @@ def test_mixed_precision_is_the_plans(ranks, tmp_path):
     found = ranks(2, _ours, {"zero": 2}, str(tmp_path), 8, "--mixed_precision", "bf16")
     assert found[0]["losses"] == pytest.approx(theirs["losses"], abs=2e-2)
     assert found[0]["losses"] != pytest.approx(_theirs(16)["losses"], abs=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "ranks_of_data"), [({"zero": 3}, 2), ({"tp": 2}, 1), ({"zero": 1}, 2)])
+def test_checkpointing_goes_on_within_an_epoch(ranks, tmp_path, plan, ranks_of_data):
+    size, folder = 8 // ranks_of_data, str(tmp_path / "ours")
+    theirs = ranks(ranks_of_data, _theirs, size, "--output_dir", str(tmp_path / "theirs"), name="checkpointing")[0]
+    options = ["--output_dir", folder, "--checkpointing_steps", "3", "--total_limit", "5"]
+    found = ranks(2, _ours, plan, str(tmp_path), size, *options, name="checkpointing")
+    for key in ("losses", "rates"):
+        assert found[0][key] == found[1][key] == pytest.approx(theirs[key], abs=1e-5)
+    names = sorted(path.name for path in (tmp_path / "ours" / "checkpoints").iterdir())
+    assert names == [f"checkpoint_{number}" for number in range(3, 8)]
+    files = [tmp_path / who / "final" / "model.safetensors" for who in ("ours", "theirs")]
+    ours, same = (dict(sorted(safetensors.torch.load_file(file).items())) for file in files)
+    parity.assert_same_state(ours, same, 1e-4)
+    options[1] = str(tmp_path / "resumed")
+    resume = ["--resume_from_checkpoint", f"{folder}/checkpoints/checkpoint_3"]  # 12 of 24 steps, 4 of 8 of an epoch
+    for one in ranks(2, _ours, plan, str(tmp_path), size, *options, *resume, name="checkpointing"):
+        assert one["losses"] == pytest.approx(theirs["losses"][12:], abs=1e-5)
+        assert one["rates"] == pytest.approx(theirs["rates"][12:])
+        assert one["samples"] == theirs["samples"] == 192 and one["steps"] == 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "ranks_of_data"), [({"zero": 3}, 2), ({"tp": 2}, 1)])
+def test_early_stopping_and_trackers_are_those_of_accelerate(ranks, tmp_path, plan, ranks_of_data):
+    theirs = ranks(ranks_of_data, _theirs, 8 // ranks_of_data, name="early_stopping")[0]
+    found = ranks(2, _ours, plan, str(tmp_path), 8 // ranks_of_data, name="early_stopping")
+    epochs = len(theirs["evaluated"])
+    assert 3 < epochs < 20
+    for one in found:
+        for key in ("losses", "evaluated"):
+            assert one[key] == pytest.approx(theirs[key], abs=1e-5)
+    assert found[0]["logged"] == theirs["logged"] == list(range(epochs))
+    assert found[0]["tracker"] and "logged" not in found[1]
+
+
+def _reduced() -> list[Any]:
+    from tensorshard.compat.accelerate import Accelerator
+
+    with peer_scripts.fresh_accelerate():
+        accelerator = Accelerator(plan=ts.Plan(zero=1, tp=2))
+        mine = {"count": torch.tensor(7), "loss": torch.tensor([1.5])}
+        if accelerator.process_index >= 2:  # ranks 0 and 1 share a batch, as do 2 and 3
+            mine = {"count": torch.tensor(4), "loss": torch.tensor([0.25])}
+        found = [accelerator.reduce(mine, kind) for kind in ("sum", "max")]
+        found.append(accelerator.reduce(mine["loss"], "mean"))
+        if accelerator.process_index == 1:
+            accelerator.set_trigger()
+        return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+@pytest.mark.slow
+def test_data_ranks_are_reduced_once(ranks):
+    for total, largest, mean, triggered, again in ranks(4, _reduced):
+        assert (int(total["count"]), float(total["loss"])) == (11, 1.75) and total["count"].dtype == torch.int64
+        assert (int(largest["count"]), float(largest["loss"]), float(mean)) == (7, 1.5, 0.875)
+        assert triggered and not again
 
 
 def _refused() -> dict[str, str]:

@@ -31,6 +31,7 @@ try:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import recursively_apply
 except ImportError as error:
     raise ImportError(
         "tensorshard.compat.accelerate stands on Accelerate's own data loaders and trackers, and accelerate is not "
@@ -359,11 +360,20 @@ class Accelerator(accelerate.Accelerator):
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over the data ranks."""
+        """The sum, the mean or the maximum over the data ranks."""
+        found = super().reduce(tensor, reduction, scale)
         copies = self.state.num_processes // self.plan.dp_size
-        if reduction == "sum" and copies > 1:
-            return super().reduce(tensor, "mean", scale * self.plan.dp_size)
-        return super().reduce(tensor, reduction, scale)
+        if reduction != "sum" or copies == 1:
+            return found
+        return recursively_apply(lambda one: (one / copies).to(one.dtype), found, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called ``set_trigger``, be it one of those that share a batch."""
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        found = bool(super().reduce(flag, "max"))
+        if found:
+            self.flag_tensor: Any = torch.zeros_like(flag)
+        return found
 
     # -- state --
 
