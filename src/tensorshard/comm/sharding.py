@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tensorshard.torch_private.dtensor import dtensor_laid_out_as, dtensor_of, shard_of
+from tensorshard.torch_private.dtensor import dtensor_laid_out_as, dtensor_of, shards_of
 from tensorshard.torch_private.operators import foreach_mul_
 
 
@@ -107,7 +107,7 @@ def on_mesh_device(tensor: DTensor) -> DTensor:
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of the gradients that this rank holds; parameters without one are left out."""
-    return [shard_of(p.grad) for p in parameters if p.grad is not None]
+    return shards_of(p.grad for p in parameters if p.grad is not None)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from tensorshard.data_parallel.written_values import compare_fingerprints, finge
 from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.plan.storage import UpdateProgress
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
-from tensorshard.torch_private.dtensor import shard_of
+from tensorshard.torch_private.dtensor import shards_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.operators import foreach_copy_
 from tensorshard.torch_private.tensors import storage_owners
@@ -83,7 +83,7 @@ class PublishedWeights:
         self.wait(bucket)
         copies = [p for p in bucket.parameters if p.is_copy and p.master not in copied]
         if copies:
-            foreach_copy_([p.mine_as_shard for p in copies], [shard_of(p.master) for p in copies])
+            foreach_copy_([p.mine_as_shard for p in copies], shards_of(p.master for p in copies))
         if all(p.num_shards == 1 or not p.chunk for p in bucket.parameters):
             note_published(bucket.parameters)
             return

@@ -9,14 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.comm.sharding import dtensor_like
 from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
 from tensorshard.plan.storage import Place, Storage, TakeGradient
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
-from tensorshard.torch_private.dtensor import dtensor_of, shard_of
+from tensorshard.torch_private.dtensor import dtensor_laid_out_as, dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.tensors import storage_owners, tensor_version, tensor_versions
 
@@ -254,21 +253,21 @@ class ReplicatedParameter:
 
     def set_gradient(self, flat: torch.Tensor) -> None:
         """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
-        numel = self.shard.numel()
+        numel = self._shard_shape.numel()
         shard = (flat if flat.numel() == numel else flat[:numel]).view(self._shard_shape)
         if not self.place.holds_gradients:
             assert self.take_gradient is not None
             self.take_gradient(self.master, shard)
             return
-        if shard.dtype != self.master.dtype:
-            shard = shard.to(self.master.dtype)
+        if shard.dtype != self.shard.dtype:
+            shard = shard.to(self.shard.dtype)
         if self.master.grad is not None:
             self.take_back_gradient()
             if self.finish_gradients is not None:
                 self.finish_gradients()
             self.local(self.master.grad).add_(shard)
-        elif isinstance(self.master, DTensor):
-            self.master.grad = dtensor_like(shard, self.master)
+        elif self.num_shards > 1:
+            self.master.grad = dtensor_laid_out_as(shard, self.master)  # type: ignore[arg-type]
         else:
             self.master.grad = shard
         if self.take_gradient is not None:

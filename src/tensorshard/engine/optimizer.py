@@ -34,7 +34,7 @@ from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.dispatch import TorchDispatchMode, innermost_dispatch_mode
-from tensorshard.torch_private.dtensor import layouts_of, shard_of
+from tensorshard.torch_private.dtensor import layouts_of, shard_of, shards_of
 from tensorshard.torch_private.operators import FUSED_UPDATES
 
 OptimizerFactory = (
@@ -512,7 +512,7 @@ class _FusedUpdates(TorchDispatchMode):
 
 def _shards(argument: Any) -> Any:
     """An argument of a fused update with shards in place of DTensors."""
-    return [shard_of(one) for one in argument] if isinstance(argument, list | tuple) else shard_of(argument)
+    return shards_of(argument) if isinstance(argument, list | tuple) else shard_of(argument)
 
 
 def _have_equal_placements(lists: Iterable[Sequence[Any]]) -> bool:

@@ -111,6 +111,18 @@ def layouts_of(values: Iterable[Any]) -> list[object]:
     return [value._spec for value in values if isinstance(value, DTensor)]
 
 
+def shards_of(values: Iterable[Any]) -> list[Any]:
+    """:func:`shard_of` each.
+
+    Why: each update looks at all weights, gradients and states, and a call for each takes longer than the look.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: as for :func:`shard_of`.
+    """
+    return [value._local_tensor if isinstance(value, DTensor) else value for value in values]
+
+
 def shard_of(value: Any) -> Any:
     """This rank's shard of a DTensor itself, not a view of it; any other value as it is.
 
