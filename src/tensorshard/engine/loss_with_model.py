@@ -3,12 +3,12 @@
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.sharded_model import ShardedModel
@@ -133,9 +133,24 @@ class LossWithModelRunner(WholeModelStepRunner):
     @contextmanager
     def _looking_for_derivatives(self) -> Iterator[None]:
         self._looks = False
-        with _Derivatives(self._sharded.model.parameters()) as derivatives:
+        parameters = {id(parameter) for parameter in self._sharded.model.parameters()}
+        by_weights = False
+        grad = torch.autograd.grad
+
+        @wraps(grad)
+        def noting(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal by_weights
+            of = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+            by_weights |= any(id(one) in parameters for one in of)
+            return grad(outputs, of, *args, **kwargs)
+
+        # A mode of torch's would stand between user code and what parameters show.
+        torch.autograd.grad = noting  # type: ignore[assignment]
+        try:
             yield
-        if derivatives.found and self._mesh.rank == 0:
+        finally:
+            torch.autograd.grad = grad
+        if by_weights and self._mesh.rank == 0:
             logger.warning(
                 "loss_fn takes a gradient by the weights, which is that of one micro-batch of one data rank: the loss "
                 "depends on the number of ranks and micro-batches. For a gradient of the whole batch take a loop of "
@@ -180,23 +195,6 @@ class LossWithModelRunner(WholeModelStepRunner):
         counts = self._counts
         super().abandon()
         self._counts = counts if isinstance(sys.exception(), StepAgain) else None
-
-
-class _Derivatives(TorchFunctionMode):
-    """Notes whether ``torch.autograd.grad`` is called by parameters."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._parameters = {id(parameter) for parameter in parameters}
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
-            inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-            self.found |= any(id(one) in self._parameters for one in inputs)
-        return func(*args, **kwargs)
 
 
 def one_batch(inputs: Any, targets: Any) -> Any:
