@@ -270,7 +270,8 @@ class ReplicatedGradients:
     def _collect(self, reduction: Reduction) -> None:
         reduction.finish()
         if not reduction.is_of_experts:  # else not all data ranks know it
-            self.writers = reduction.writers
+            assert reduction.writers is not None
+            self.writers = reduction.writers.clone()  # what it is a view of goes with the gradients
 
     # -- gradients as user code sees and sets them --
 
