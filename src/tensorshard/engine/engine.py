@@ -318,6 +318,8 @@ class Engine(LoopMethods, StateMethods):
 
     @torch.no_grad()
     def _check_independent_samples(self, inputs: Any, targets: Any) -> None:
+        if self._step_runner.batches.need_stand_ins(inputs, targets, self.plan.micro_batches):
+            return  # dealt otherwise, it would not be known; the next batch is checked
         self._check_samples = False
         with self._evaluation_mode(), suppress(NeedsGradientError):  # then it is not checked
             check_independent_samples(

@@ -84,6 +84,12 @@ class ShortBatches:
             self._stand_ins()
         return self._filled(inputs, targets, micro_batches, self._sample(inputs, targets, found))
 
+    def need_stand_ins(self, inputs: Any, targets: Any, micro_batches: int) -> bool:
+        """Whether a rank has too few samples of a batch for as many micro-batches. For an epoch's last batch this may
+        be a collective of the data ranks."""
+        shares, _ = self._shares(inputs, targets)
+        return bool(shares) and min(shares) < micro_batches
+
     def split_for_evaluation(self, inputs: Any, targets: Any, micro_batches: int) -> list[MicroBatch]:
         """At most `micro_batches`, whose sizes differ by one at most. For an epoch's last batch this may be a
         collective of the data ranks."""
