@@ -134,7 +134,7 @@ def test_auto_finds_a_plan(ranks, tmp_path):
             "max_grad_norm=2.0 was given with a plan of clip_grad_norm=0.5",
         ),
         ({"pp": 1, "tp": 3}, {}, "3"),
-        ({}, {"resume": "."}, "has no folder 'engine', so it is no checkpoint of a Trainer with a Plan"),
+        ({}, {"resume": "."}, "has no folder 'engine'"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(ranks, tmp_path, plan, arguments, message):
