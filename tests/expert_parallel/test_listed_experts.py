@@ -1,16 +1,18 @@
 """Mixtures whose experts are modules in a list are split as well: each rank has some of the modules."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import parity
 import seeds
 import tensorshard as ts
-from tensorshard.expert_parallel.listed_experts import find_lists
+from tensorshard.expert_parallel.listed_experts import draw_seed, drawing_from, find_lists
 from tensorshard.expert_parallel.search import find_routed_experts
 from tensorshard.expert_parallel.sorted_experts import SortedCall
 
@@ -54,16 +56,33 @@ class LimitedMoE(ListMoE):
         return scores * (taken <= max(1, len(scores) // 2))
 
 
-class JitterMoE(ListMoE):
+class NoisyMoE(ListMoE):
+    """The router, the experts and the shared expert draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in (*self.experts, self.shared):
+            expert.append(nn.Dropout(0.3))
+
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        return (scores + torch.rand_like(scores)).softmax(-1)
+        return (scores + torch.rand_like(scores) * self.training).softmax(-1)
+
+
+class LimitedNoisyMoE(LimitedMoE):
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        return super().weigh(scores + torch.rand_like(scores))
+
+
+class ShuffledMoE(ListMoE):
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores[torch.randperm(len(scores))].softmax(-1)
 
 
 class Mixture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[ListMoE] = ListMoE) -> None:
         super().__init__()
         self.inputs = nn.Linear(5, 8)
-        self.layers = nn.ModuleList(ListMoE() for _ in range(2))
+        self.layers = nn.ModuleList(kind() for _ in range(2))
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +196,8 @@ def test_what_is_split():
     ("kind", "reason"),
     [
         (LimitedMoE, "depends on the others, as where experts take a limited number"),
-        (JitterMoE, "draws random numbers in training"),
+        (LimitedNoisyMoE, "depends on the others, as where experts take a limited number"),
+        (ShuffledMoE, "draws random numbers that are no dropout or noise"),
     ],
 )
 def test_lists_that_are_not_split(kind, reason):
@@ -193,3 +213,79 @@ def test_uneven_parts_are_refused():
         model = nn.ModuleDict({"moe": ListMoE(3)})
     with pytest.raises(ValueError, match="there are 3, which are not equal parts; ep can be 3"):
         find_lists(model, 2)
+
+
+def _noisy_module() -> NoisyMoE:
+    seeds.seed(3)
+    return NoisyMoE()
+
+
+def _outcome(module: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = tokens.clone().requires_grad_()
+    made, scores = module(tokens)
+    (made.square().sum() + scores.square().sum()).backward()
+    return made.detach(), scores.detach(), tokens.grad
+
+
+def _noisy_on_ranks() -> Any:
+    """What two ranks compute of the tokens of one process, and the state of the global stream afterwards."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    module = _noisy_module()
+    lists, _ = find_lists(nn.ModuleDict({"moe": NoisyMoE().to("meta")}), 2)
+    lists["moe"].split(module, group)
+    tokens = torch.randn(2, 12, 8, generator=seeds.generator(5)).chunk(2)[rank]
+    seeds.seed(7 + rank)
+    found = _outcome(module, tokens)
+    after = torch.rand(2)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return found, gradients, after
+
+
+def test_random_numbers_are_the_same_on_all_ranks(ranks):
+    results = ranks(2, _noisy_on_ranks)
+    module = _noisy_module()
+    tokens = torch.randn(2, 12, 8, generator=seeds.generator(5))
+    seeds.seed(8)
+    torch.randint(1 << 62, (1,))
+    assert torch.equal(results[1][2], torch.rand(2))  # as if it had drawn one number
+    seeds.seed(7)
+    seed = draw_seed()
+
+    def on_its_own(forward: Any, given: torch.Tensor) -> torch.Tensor:
+        with drawing_from(draw_seed(), given.device):
+            return forward(given)
+
+    for expert in module.experts:
+        expert.forward = partial(on_its_own, expert.forward)
+    with drawing_from(seed, tokens.device):
+        expected = _outcome(module, tokens)
+    for name, whole, *parts in zip(("made", "scores", "grad"), expected, *(r[0] for r in results), strict=True):
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for name, parameter in module.named_parameters():
+        given = [r[1][name] for r in results if r[1][name] is not None]
+        torch.testing.assert_close(sum(given), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def _noisy_mixture() -> nn.Module:
+    seeds.seed(4)
+    return Mixture(NoisyMoE)
+
+
+def _noisy_losses(fields: dict[str, Any]) -> list[float]:
+    engine = ts.parallelize(_noisy_mixture, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss)
+    return [engine.step(*parity.shard(engine, *pair)).item() for pair in _batches()[:4]]
+
+
+@pytest.mark.slow
+def test_recomputation_draws_the_same(ranks):
+    held, again = (ranks(2, _noisy_losses, dict(ep=2, zero=1, **more))[0] for more in ({}, {"recompute": "full"}))
+    assert again == pytest.approx(held, rel=1e-6)
+    quiet = ranks(2, _train, dict(ep=2, zero=1))[0]["losses"][:4]
+    assert held != pytest.approx(quiet, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [dict(tp=2), dict(cp=2)])
+def test_ranks_of_the_same_samples_draw_the_same(ranks, more):
+    first, *others = ranks(4, _noisy_losses, dict(ep=2, zero=1, **more))
+    assert all(losses == pytest.approx(first, rel=1e-6) for losses in others)

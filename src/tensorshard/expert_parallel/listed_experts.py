@@ -5,6 +5,10 @@ rank's own experts; the others return zeros. A second run, in which all experts 
 computes besides (shared experts, residual branches, a router's logits). With `o[r]` the result on rank `r` of `N`, and
 `b` that of the second run, the sum over the ranks of `o[r] - b * (N - 1) / N` is what the whole module gives, and its
 gradients are those of the whole module.
+
+Where the module draws random numbers, both runs draw the same ones on all ranks of a group, from a seed that they
+share. Each call of an expert, also of one that another rank has, takes a seed from these, from which it draws. The
+global stream moves on by one number alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
+from tensorshard.comm.collectives import broadcast_
+from tensorshard.comm.world import world
 from tensorshard.common.dotted_names import is_inside, join_names
 from tensorshard.expert_parallel.checks import (
     MODEL_ERRORS,
@@ -29,9 +35,11 @@ from tensorshard.expert_parallel.checks import (
 from tensorshard.expert_parallel.exchange import exchange_counts, exchange_rows
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
 
 _MANY_TOKENS, _SOME_TOKENS = 300, 11  # in checks; the first exceed what an expert may take at most, if it is limited
+_DRAWS = {"bernoulli", "rand", "randn", "uniform", "normal", "exponential"}  # operators; also as "_" and "_like"
 _LARGE = 1 << 26  # elements of a module outside of all blocks that is not tried, as it may be the model's main part
 
 
@@ -44,12 +52,14 @@ class ListedExperts:
         features: how many an expert returns for a token.
         dims: how many dimensions the module's input has at least: 2 for [tokens, features], or 3.
         ranks: how many share the experts.
+        draws: whether the module draws random numbers, as dropout does.
     """
 
     members: tuple[str, ...]
     features: int
     dims: int
     ranks: int
+    draws: bool = False
 
     @property
     def experts(self) -> int:
@@ -98,19 +108,47 @@ class _Switch:
         self.own_compute: bool | None = None
 
     @contextmanager
-    def set(self, own_compute: bool) -> Iterator[None]:
+    def set(self, own_compute: bool, seed: int | None, device: torch.device) -> Iterator[None]:
+        """Within this, random numbers are drawn from `seed`, if it is given."""
         before, self.own_compute = self.own_compute, own_compute
         try:
-            yield
+            with drawing_from(seed, device):
+                yield
         finally:
             self.own_compute = before
+
+
+@contextmanager
+def drawing_from(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Within this, the CPU and `device` draw from `seed`; afterwards they go on as before. Nothing changes for None."""
+    if seed is None:
+        yield
+        return
+    is_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if is_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if is_cuda:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+def draw_seed(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> int | None:
+    """A seed from the stream; with `group`, all its ranks draw and take that of the first. None in an estimate."""
+    if world().is_simulated:
+        return None
+    seed = torch.randint(1 << 62, (1,), device=device)
+    if group is not None:
+        broadcast_(seed, group)
+    return int(seed.item())
 
 
 def _call_expert(
     switch: _Switch, is_own: bool, name: str, experts: ListedExperts, forward: Forward, /, tokens: torch.Tensor
 ) -> torch.Tensor:
+    seed = draw_seed() if experts.draws else None
     if is_own and switch.own_compute is not False:
-        return forward(tokens)  # type: ignore[no-any-return]
+        with drawing_from(seed, tokens.device):
+            return forward(tokens)  # type: ignore[no-any-return]
     if switch.own_compute is None:
         raise RuntimeError(
             f"expert {name!r} was called from outside of the module that it belongs to, and ep={experts.ranks} gave it "
@@ -144,9 +182,10 @@ def _compute(
     everyone = exchange_rows(rows.repeat(ranks, 1), sent, received, group)
     everyone = everyone.view(*(1 for _ in range(experts.dims - 2)), *everyone.shape)
     call = partial(forward, **{next(iter(kwargs)): everyone}) if kwargs else partial(forward, everyone)
-    with switch.set(True):
+    seed = draw_seed(group, tokens.device) if experts.draws else None
+    with switch.set(True, seed, tokens.device):
         result = call()
-    with switch.set(False):
+    with switch.set(False, seed, tokens.device):
         rest = iter(tree_tensors(call()))
 
     def finish(leaf: Any) -> Any:
@@ -234,7 +273,7 @@ def _find_call(module: nn.Module, members: tuple[str, ...], ranks: int) -> Liste
             except MODEL_ERRORS:
                 continue
             if failed is None:
-                return ListedExperts(members, run.features, dims, ranks)
+                return ListedExperts(members, run.features, dims, ranks, run.draws)
             reason = failed
     return reason
 
@@ -244,6 +283,7 @@ class _Run:
 
     Attributes:
         features: how many an expert has returned for a token.
+        draws: whether the module draws random numbers.
     """
 
     def __init__(self, module: nn.Module, members: Sequence[str], width: int, dims: int) -> None:
@@ -252,24 +292,44 @@ class _Run:
         self._values = {name: random_values(p, self._random) for name, p in module.named_parameters()}
         self._buffers = {name: torch.zeros(b.shape, dtype=b.dtype) for name, b in module.named_buffers()}
         self.features = 0
+        self.draws = False
 
     def why_not(self, ranks: int) -> str | None:
-        some, many = self._tokens(_SOME_TOKENS), self._tokens(1).expand(_MANY_TOKENS, -1)
-        other = self._tokens(_SOME_TOKENS)
-        first = self._call(some)
-        torch.manual_seed(torch.initial_seed() % (1 << 31) + 1)
-        if first_difference(self._call(some), first) is not None:
-            return "the module draws random numbers in training, or keeps something of a call"
+        tokens = self._tokens(_SOME_TOKENS), self._tokens(1).expand(_MANY_TOKENS, -1), self._tokens(_SOME_TOKENS)
+        self.draws = self._changes(tokens[0])
         if not self.features:
             return "it does not call them"
+        if not self.draws:
+            return self._why_not(ranks, *tokens)
+        for value in (1.0, 0.0):
+            with _EqualDraws(value):
+                if self._changes(tokens[0]):
+                    return (
+                        "the module keeps something of a call, or draws random numbers that are no dropout or noise "
+                        "of torch's"
+                    )
+                failed = self._why_not(ranks, *tokens)
+                if failed is not None:
+                    return failed
+        return None
+
+    def _changes(self, tokens: torch.Tensor) -> bool:
+        """Whether a second call with other random numbers gives another result."""
+        first = self._call(tokens)
+        torch.manual_seed(torch.initial_seed() % (1 << 31) + 1)
+        return first_difference(self._call(tokens), first) is not None
+
+    def _why_not(self, ranks: int, some: torch.Tensor, many: torch.Tensor, other: torch.Tensor) -> str | None:
+        first = self._call(some)
         both = zip(self._call(torch.cat([some, other])), first, self._call(other), strict=True)
         by_itself = [(one, torch.cat([a, b])) for one, a, b in both]
         one = self._call(many[:1])
         by_itself += [(each, alone.expand_as(each)) for each, alone in zip(self._call(many), one, strict=True)]
         if first_difference(*zip(*by_itself, strict=True)) is not None:
             return "what the module computes for a token depends on the others, as where experts take a limited number"
-        for tokens in (some, many[:_SOME_TOKENS].clone()):
-            leaves = [tokens.requires_grad_(), *(v for v in self._values.values() if v.requires_grad)]
+        for given_tokens in (some, many[:_SOME_TOKENS]):
+            tokens = given_tokens.clone().requires_grad_()
+            leaves = [tokens, *(v for v in self._values.values() if v.requires_grad)]
             expected = self._call(tokens)
             owners = [index * ranks // len(self._members) for index in range(len(self._members))]
             besides = self._call(tokens, ())
@@ -322,3 +382,21 @@ class _Run:
             raise ValueError("its experts do not take and return tokens alone")
         self.features = output.size(-1)
         return output if counts else torch.zeros_like(output)
+
+
+class _EqualDraws(TorchDispatchMode):
+    """Within this, the numbers that an operator draws are all equal, so that a check can compare calls.
+
+    They are all 1 or all 0: dropout keeps everything, or nothing.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.removesuffix("_like").rstrip("_")
+        if name in _DRAWS and isinstance(result, torch.Tensor) and result.is_floating_point():
+            result.fill_(self._value)
+        return result
