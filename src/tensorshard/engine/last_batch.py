@@ -219,9 +219,8 @@ class BatchShares:
     def __init__(self, loaders: EngineLoaders, mesh: Mesh) -> None:
         self._loaders = loaders
         self._mesh = mesh
-        self._seen: set[tuple[EngineLoader, tuple[int, ...]]] = (
-            set()
-        )  # batches that the model was given since the last backward
+        # Batches that the model was given since the last backward.
+        self._seen: set[tuple[EngineLoader, tuple[int, ...]]] = set()
 
     def note_inputs(self, inputs: Any) -> None:
         """Notes what the model is called with."""

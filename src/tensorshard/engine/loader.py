@@ -72,9 +72,8 @@ class EngineLoader:
         self.epoch = 0
         self.samples_consumed = 0
         self.uneven: tuple[int, ...] | None = None
-        self._shares: MutableMapping[torch.Tensor, tuple[int, ...]] = (
-            WeakIdKeyDictionary()
-        )  # of batches, by their tensors
+        # Of batches, by their tensors.
+        self._shares: MutableMapping[torch.Tensor, tuple[int, ...]] = WeakIdKeyDictionary()
         self._is_stream = is_stream(dataset)
         self._place: Any = None  # of a stream, after the batch that was handed out last
         self._continues = False  # whether the next pass is the rest of an epoch

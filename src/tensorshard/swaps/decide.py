@@ -43,13 +43,14 @@ class Search:
         self,
         model: nn.Module,
         choices: dict[str, dict[str, Function]],
+        table: dict[tuple[str, str], Function],
         sample_inputs: Any,
         device: torch.device,
         min_speedup: float,
     ) -> None:
         self._model = copy_with(model, lambda _, tensor: tensor.detach().clone() if _is_buffer(tensor) else tensor)
         self._choices = choices
-        self._table = {(kind, label): function for kind, found in choices.items() for label, function in found.items()}
+        self._table = table
         self._device = device
         self._min_speedup = min_speedup
         self._already: dict[str, set[str]] = {kind: set() for kind in KINDS}

@@ -143,7 +143,7 @@ def swap(
 
     def decide() -> Decisions:
         with restored_globals(model):
-            return Search(model, choices, sample_inputs, device, min_speedup).decide()
+            return Search(model, choices, table, sample_inputs, device, min_speedup).decide()
 
     if under_torchrun() or dist.is_initialized():
         join_world(default_device())
