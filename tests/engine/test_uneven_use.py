@@ -13,7 +13,7 @@ from torch import nn
 import parity
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.torch_private.process_groups import group_timeout, set_group_timeout
+from tensorshard.torch_private.process_groups import default_store, group_timeout, set_group_timeout
 from toys import Odd, data, plain_loop, squares
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-6)
@@ -133,9 +133,12 @@ def _lone_call(kind: str) -> tuple[str, float]:
     try:
         if kind in _LONE:
             if dist.get_rank() == 0:
-                _LONE[kind](engine, inputs, targets)
-            else:
-                time.sleep(4)
+                try:
+                    _LONE[kind](engine, inputs, targets)
+                finally:
+                    default_store().set(f"alone in {kind}", "over")
+            else:  # is there for as long as rank 0 waits: a rank that has ended is told in other words
+                default_store().wait([f"alone in {kind}"], timedelta(seconds=60))
         elif kind == "ranks out of step":
             (engine.full_state_dict if dist.get_rank() == 0 else partial(engine.step, inputs, targets))()
         else:

@@ -133,7 +133,7 @@ BATCHES: dict[str, Case] = {
     "a sequence longer than the model's": (
         lambda e: e.gpt.step(torch.zeros(1, 9, dtype=torch.long), torch.zeros(1, 9, dtype=torch.long)), "9", "8"
     ),
-    "step without a batch": (lambda e: e.usual.step(), "inputs", "targets"),
+    "step without a batch": (lambda e: e.usual.step(), "inputs"),
 }  # fmt: skip
 
 LOSSES: dict[str, Case] = {

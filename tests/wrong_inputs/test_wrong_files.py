@@ -88,7 +88,7 @@ WEIGHTS: dict[str, Case] = {
 }  # fmt: skip
 
 CHECKPOINTS: dict[str, Case] = {
-    "a directory of something else": (lambda f: f.start_from("good.safetensors").load(f.folder), "no file engine.json"),
+    "a directory of something else": (lambda f: f.start_from("good.safetensors").load(f.folder), "not a checkpoint"),
     "a damaged description": (lambda f: f.parallelize(f.model()).load(f.folder / "damaged"), "engine.json is damaged"),
     "a description that is not UTF-8": (
         lambda f: f.parallelize(f.model()).load(f.folder / "latin1"), "engine.json is damaged", "UTF-8"
