@@ -76,6 +76,24 @@ def test_mixed_precision_is_the_plans(ranks, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "ranks_of_data", "arguments"),
+    [({"zero": 2}, 2, []), ({"tp": 2}, 1, []), ({"zero": 3}, 2, ["--gradient_accumulation_steps", "4"])],
+)
+def test_cv_example_trains_a_head(ranks, tmp_path, plan, ranks_of_data, arguments):
+    """OneCycleLR sets rates and momentum; epochs cut steps short; a last batch is filled up for evaluation."""
+    size = 12 // ranks_of_data
+    theirs = ranks(ranks_of_data, _theirs, size, *arguments, name="cv_example")[0]
+    found = ranks(2, _ours, plan, str(tmp_path), size, *arguments, name="cv_example")
+    for one in found:
+        for key in ("losses", "rates", "moments"):
+            assert one[key] == pytest.approx(theirs[key], abs=1e-5)
+        assert one["accuracy"] == theirs["accuracy"] and one["accuracy"][-1][1] == 22
+        assert len(one["trained"]) == 4
+    parity.assert_same_state(found[0]["weights"], theirs["weights"], 1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "ranks_of_data"), [({"zero": 3}, 2), ({"tp": 2}, 1), ({"zero": 1}, 2)])
 def test_checkpointing_goes_on_within_an_epoch(ranks, tmp_path, plan, ranks_of_data):
     size, folder = 8 // ranks_of_data, str(tmp_path / "ours")
