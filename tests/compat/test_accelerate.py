@@ -1,5 +1,6 @@
 """Accelerate's scripts with the import line changed: what they compute in one process, under every kind of plan."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,29 +133,118 @@ def test_early_stopping_and_trackers_are_those_of_accelerate(ranks, tmp_path, pl
 def _reduced() -> list[Any]:
     from tensorshard.compat.accelerate import Accelerator
 
-    with peer_scripts.fresh_accelerate():
-        accelerator = Accelerator(plan=ts.Plan(zero=1, tp=2))
-        mine = {"count": torch.tensor(7), "loss": torch.tensor([1.5])}
-        if accelerator.process_index >= 2:  # ranks 0 and 1 share a batch, as do 2 and 3
-            mine = {"count": torch.tensor(4), "loss": torch.tensor([0.25])}
-        found = [accelerator.reduce(mine, kind) for kind in ("sum", "max")]
-        found.append(accelerator.reduce(mine["loss"], "mean"))
-        if accelerator.process_index == 1:
-            accelerator.set_trigger()
-        return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+    accelerator = Accelerator(plan=ts.Plan(zero=1, tp=2))
+    mine = {"count": torch.tensor(7), "loss": torch.tensor([1.5])}
+    if accelerator.process_index >= 2:  # ranks 0 and 1 share a batch, as do 2 and 3
+        mine = {"count": torch.tensor(4), "loss": torch.tensor([0.25])}
+    found = [accelerator.reduce(mine, kind) for kind in ("sum", "max")]
+    found.append(accelerator.reduce(mine["loss"], "mean"))
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+def _local_sgd(uneven: bool) -> None:
+    from accelerate.local_sgd import LocalSGD
+
+    from tensorshard.compat.accelerate import Accelerator
+
+    accelerator, model = Accelerator(), torch.nn.Linear(4, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.join_uneven_inputs([model], even_batches=not uneven):
+        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2).__enter__()
+
+
+@pytest.mark.slow
+def test_what_lets_ranks_differ_is_refused(ranks):
+    with pytest.raises(RankError, match="LocalSGD does, whose ranks have weights of their own"):
+        ranks(2, _in_fresh_accelerate, _local_sgd, False)
+    with pytest.raises(RankError, match="join_uneven_inputs was called with even_batches=False"):
+        ranks(2, _in_fresh_accelerate, _local_sgd, True)
 
 
 @pytest.mark.slow
 def test_data_ranks_are_reduced_once(ranks):
-    for total, largest, mean, triggered, again in ranks(4, _reduced):
+    for total, largest, mean, triggered, again in ranks(4, _in_fresh_accelerate, _reduced):
         assert (int(total["count"]), float(total["loss"])) == (11, 1.75) and total["count"].dtype == torch.int64
         assert (int(largest["count"]), float(largest["loss"]), float(mean)) == (7, 1.5, 0.875)
         assert triggered and not again
 
 
+def _more_helpers() -> dict[str, Any]:
+    """Helpers of Accelerate that a Plan changes: what they give."""
+    from accelerate.utils import GradScalerKwargs, find_executable_batch_size
+
+    from tensorshard.compat.accelerate import Accelerator
+
+    os.environ.update(ACCELERATE_MIXED_PRECISION="bf16", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="2")
+    accelerator = Accelerator(plan=ts.Plan(tp=2, dp_shard=1), kwargs_handlers=[GradScalerKwargs(init_scale=2.0**7)])
+    found: dict[str, Any] = {"launched": (accelerator.plan.precision, accelerator.plan.micro_batches)}
+    with accelerator.split_between_processes(list(range(5))) as part:
+        found["part"] = part
+    sizes = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> list[float]:
+        sizes.append(batch_size)
+        accelerator.free_memory()
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        model, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+        if batch_size > 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        losses = []
+        inputs = torch.linspace(-1, 1, 4 * batch_size).view(batch_size, 4)
+        for step in range(4):
+            with accelerator.no_sync(model):
+                loss = model(inputs[: batch_size // 2]).square().mean()
+                accelerator.backward(loss)
+                with accelerator.trigger_sync_in_backward(model):
+                    second = model(inputs[batch_size // 2 :]).square().mean()
+                    accelerator.backward(second)
+            losses.append((loss + second).item() / 2)
+            if step == 2:  # the model and its optimizer come back after their references were released
+                accelerator.free_memory()
+                model, optimizer = accelerator.prepare(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    found["losses"], found["sizes"] = train(), sizes
+    return found
+
+
+@pytest.mark.slow
+def test_helpers_of_accelerate_under_a_plan(ranks):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer, inputs, losses = torch.optim.SGD(model.parameters(), lr=0.1), torch.linspace(-1, 1, 16).view(4, 4), []
+    for _ in range(4):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks(2, _in_fresh_accelerate, _more_helpers):
+        assert (
+            found["launched"] == ("bf16", 2) and found["part"] == [0, 1, 2, 3, 4] and found["sizes"] == [8, 7, 6, 5, 4]
+        )
+        assert found["losses"] == pytest.approx(losses, rel=2e-2)
+
+
+def _in_fresh_accelerate(function: Any, *args: Any) -> Any:
+    with peer_scripts.fresh_accelerate():
+        return function(*args)
+
+
 def _refused() -> dict[str, str]:
     """The messages of what is refused, by name."""
-    from accelerate.utils import GradientAccumulationPlugin
+    from accelerate.utils import (
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+    )
 
     from tensorshard.compat.accelerate import Accelerator
 
@@ -191,6 +281,15 @@ def _refused() -> dict[str, str]:
         accelerator.backward(model(torch.randn(2, 4)).sum())
         found["clipping"] = message(lambda: accelerator.clip_grad_norm_([model.weight], 1.0))
         found["hook"] = message(lambda: accelerator.register_save_state_pre_hook(print))
+        found["steps"] = message(lambda: setattr(accelerator, "gradient_accumulation_steps", 4))
+        found["lomo"] = message(lambda: accelerator.lomo_backward(model(torch.randn(2, 4)).sum(), 0.1))
+        found["local sgd"] = message(model.no_sync)
+        for name, handler in (
+            ("scaler", GradScalerKwargs(growth_factor=4.0)),
+            ("ddp hook", DistributedDataParallelKwargs(comm_hook="fp16")),
+            ("autocast", AutocastKwargs(enabled=False)),
+        ):
+            found[name] = message(lambda handler=handler: Accelerator(kwargs_handlers=[handler]))
         accelerator, model, optimizer = made()
         model(torch.randn(2, 4)).sum().backward()
         optimizer = torch.optim.Adam(model.parameters())
@@ -214,6 +313,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(ranks):
         "second model": "ValueError: accelerator.prepare was given a second model that is trained",
         "clipping": "ValueError: accelerator.clip_grad_norm_ clips the 2-norm of the gradient of all",
         "hook": "NotImplementedError: register_save_state_pre_hook: save_state writes the Engine's checkpoint",
+        "steps": "ValueError: accelerator.gradient_accumulation_steps was set to 4, and the Plan was made for 1",
+        "lomo": "NotImplementedError: accelerator.lomo_backward updates weights while backward runs",
+        "local sgd": "NotImplementedError: model.no_sync() was called, as accelerate.local_sgd.LocalSGD does",
+        "scaler": "ValueError: Accelerator was given GradScalerKwargs(growth_factor=4.0)",
+        "ddp hook": "ValueError: Accelerator was given DistributedDataParallelKwargs(comm_hook='fp16')",
+        "autocast": "ValueError: Accelerator was given AutocastKwargs(enabled=False)",
         "stepped": "ValueError: accelerator.prepare was given a Adam that has stepped",
         "foreign": "ValueError: accelerator.prepare was given a SGD with a parameter of shape [2, 4] that is not in",
     }

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,7 +32,8 @@ try:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import recursively_apply
+    from accelerate.state import PartialState
+    from accelerate.utils import GradientAccumulationPlugin, recursively_apply
 except ImportError as error:
     raise ImportError(
         "tensorshard.compat.accelerate stands on Accelerate's own data loaders and trackers, and accelerate is not "
@@ -70,8 +72,8 @@ class Accelerator(accelerate.Accelerator):
     Args:
         plan: what to do: a Plan, or the path of its YAML file. By default the file that the variable
             ``TENSORSHARD_PLAN`` names; without it whole replicas, ``Plan(zero=0)``, which is what Accelerate does.
-        mixed_precision: as in Accelerate; the Plan's precision if it is not given.
-        gradient_accumulation_steps: the Plan's `micro_batches` if it is not given.
+        mixed_precision: as in Accelerate, also by ``accelerate launch``; the Plan's precision if it is not given.
+        gradient_accumulation_steps: as in Accelerate; the Plan's `micro_batches` if it is not given.
 
     Attributes:
         engine: the Engine, once the model and its optimizer were prepared; None before.
@@ -108,9 +110,13 @@ class Accelerator(accelerate.Accelerator):
                     f"{_REFUSED[name]}; start the script with torchrun"
                 )
         given = given_plan(plan)
-        steps = gradient_accumulation_steps
-        if gradient_accumulation_plugin is not None:
-            steps = gradient_accumulation_plugin.num_steps
+        _check_handlers(kwargs.get("kwargs_handlers") or [])
+        mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        plugin = gradient_accumulation_plugin
+        if plugin is None:
+            launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", gradient_accumulation_steps)
+            plugin = GradientAccumulationPlugin(num_steps=int(launched))
+        steps = plugin.num_steps
         micro_batches = agreed("gradient_accumulation_steps", steps, "micro_batches", given.micro_batches, 1)
         asked = {None: "fp32", "no": "fp32"}.get(mixed_precision, str(mixed_precision))
         if asked not in ("fp32", "bf16", "fp16"):
@@ -121,11 +127,8 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerator was given a plan with pp={given.pp}, and a loop with accelerator.backward(loss) runs the "
                 f"whole model: call tensorshard.parallelize and engine.step(inputs, targets), or set pp=1"
             )
-        if gradient_accumulation_plugin is not None:
-            gradient_accumulation_plugin.num_steps = micro_batches
-            kwargs["gradient_accumulation_plugin"] = gradient_accumulation_plugin
-        else:
-            kwargs["gradient_accumulation_steps"] = micro_batches
+        plugin.num_steps = micro_batches
+        kwargs["gradient_accumulation_plugin"] = plugin
         if under_torchrun() and not torch.cuda.is_available():
             kwargs.setdefault("cpu", True)  # or each process would train alone
         super().__init__(*args, mixed_precision={"fp32": "no"}.get(precision, precision), **kwargs)
@@ -151,6 +154,9 @@ class Accelerator(accelerate.Accelerator):
         """
         if device_placement is not None and not all(device_placement):
             raise ValueError("device_placement was given; the Engine keeps the model and its optimizer on its device")
+        for one in args:
+            if self.engine is None and isinstance(one, _Optimizer):  # prepared before free_memory
+                self.engine, self.plan = one.of, one.of.plan
         models = [one for one in args if isinstance(one, nn.Module) and not self._is_laid_out(one)]
         optimizers = [
             one for one in args if isinstance(one, torch.optim.Optimizer) and not isinstance(one, AcceleratedOptimizer)
@@ -159,7 +165,8 @@ class Accelerator(accelerate.Accelerator):
         if len(trained) + (self.engine is not None) > 1:
             raise ValueError(
                 "accelerator.prepare was given a second model that is trained, and one Accelerator has one Engine: "
-                "make an Accelerator for each, or call requires_grad_(False) on one that is only read"
+                "make an Accelerator for each, call requires_grad_(False) on one that is only read, or "
+                "accelerator.free_memory() if the first one is done with"
             )
         for model in models:
             model.to(self.device)
@@ -200,10 +207,14 @@ class Accelerator(accelerate.Accelerator):
         engine = parallelize(
             model, optimizer=factory, loss_fn=model_loss, device=self.device, seed=self.seed, **self._layout()
         )
+        if engine.scaler is not None and self.scaler_handler is not None:
+            engine.scaler.scale = self.scaler_handler.init_scale
+            engine.scaler.growth_interval = self.scaler_handler.growth_interval
         self.engine, self.plan, self._waiting = engine, engine.plan, None
         self._models.append(engine.model)
         made = _Optimizer(engine)
         vars(engine.model)["zero_grad"] = made.zero_grad  # some loops call model.zero_grad()
+        vars(engine.model)["no_sync"] = _no_sync
         made.replaces = optimizer
         self._optimizers.append(made)
         return made
@@ -268,12 +279,11 @@ class Accelerator(accelerate.Accelerator):
                 "dispatch_batches=True gives each process another part of a batch, and under this plan some ranks "
                 "share one: set it to False"
             )
-        inner = self.plan.tp * self.plan.cp
         prepared = prepare_data_loader(
             data_loader,
             self.device,
             num_processes=self.plan.dp_size,
-            process_index=self.process_index // inner % self.plan.dp_size,
+            process_index=self._data_rank,
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
@@ -287,6 +297,17 @@ class Accelerator(accelerate.Accelerator):
         prepared._is_accelerate_prepared = True
         self._dataloaders.append(prepared)
         return prepared
+
+    @property
+    def _data_rank(self) -> int:
+        return int(self.process_index) // (self.plan.tp * self.plan.cp) % self.plan.dp_size
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of `inputs`, for inference. Ranks that differ only along tp and cp get the same."""
+        state = SimpleNamespace(num_processes=self.plan.dp_size, process_index=self._data_rank, device=self.device)
+        with PartialState.split_between_processes(state, inputs, apply_padding) as part:
+            yield part
 
     def _trained(self, call: str) -> Engine:
         if self.engine is None:
@@ -315,6 +336,58 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._holds_back = before
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
+        """Inside, a backward is the step's last, also within :meth:`no_sync`."""
+        before, self._holds_back = self._holds_back, False
+        try:
+            yield
+        finally:
+            self._holds_back = before
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Does nothing: with even batches, ranks have equally many.
+
+        Raises:
+            ValueError: batches are not even.
+        """
+        if self.state.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
+            raise ValueError(
+                "join_uneven_inputs was called with even_batches=False, and ranks that have more batches than others "
+                "would wait for them: leave even_batches at True, which fills up the last one"
+            )
+        yield
+
+    @contextmanager
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Does nothing: ``Plan(cp=)`` cuts the sequences of whole inputs inside the model."""
+        yield
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step. They cannot be set once the Accelerator is made."""
+        return int(self.gradient_state.num_steps)
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if steps != self.gradient_accumulation_steps:
+            raise ValueError(
+                f"accelerator.gradient_accumulation_steps was set to {steps}, and the Plan was made for "
+                f"{self.gradient_accumulation_steps}: give them to the Accelerator, or to Plan(micro_batches=)"
+            )
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> NoReturn:
+        """Refused.
+
+        Raises:
+            NotImplementedError: always; says what to do.
+        """
+        raise NotImplementedError(
+            "accelerator.lomo_backward updates weights while backward runs, before their gradients are summed over "
+            "ranks: take another optimizer; Plan(zero=3, offload=...) saves the memory"
+        )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips the norm of the whole model's gradient, under any plan; returns it. Infinity only measures it.
@@ -447,9 +520,10 @@ class Accelerator(accelerate.Accelerator):
         return model if self._is_laid_out(model) else super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Releases the references to what was prepared; the Engine's if its model is among `objects`."""
-        if any(isinstance(one, nn.Module) and self._is_laid_out(one) for one in objects):
-            self.engine = None
+        """Releases the references to what was prepared. The next model that is prepared gets an Engine of its own."""
+        if self._waiting is not None:
+            self._release_forwards(self._waiting)
+        self.engine = self._waiting = None
         return super().free_memory(*objects)
 
 
@@ -460,20 +534,20 @@ class _Optimizer(AcceleratedOptimizer):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False, scaler=None)
-        self._engine = engine
+        self.of = engine
         mark_wrapper(self)
 
     def step(self, closure: Any = None) -> None:
-        if self._engine.plan.pp > 1:  # engine.step has updated
+        if self.of.plan.pp > 1:  # engine.step has updated
             return
-        scaler = self._engine.scaler
+        scaler = self.of.scaler
         before = None if scaler is None else scaler.scale
         super().step(closure)
         if self.gradient_state.sync_gradients and scaler is not None and before is not None:
             self._is_overflow = scaler.scale < before
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        if self._engine.plan.pp == 1:
+        if self.of.plan.pp == 1:
             super().zero_grad(set_to_none)
 
 
@@ -506,6 +580,31 @@ class _Scheduler(AcceleratedScheduler):
                 f"or use split_batches=True from the start"
             )
         super().load_state_dict(inner)
+
+
+def _no_sync() -> NoReturn:
+    """In the place of DistributedDataParallel's method, which Accelerate's LocalSGD calls."""
+    raise NotImplementedError(
+        "model.no_sync() was called, as accelerate.local_sgd.LocalSGD does, whose ranks have weights of their own for "
+        "some steps: under a Plan weights are one model's after each step. To add up micro-batches, use "
+        "accelerator.accumulate(model) or accelerator.no_sync(model)"
+    )
+
+
+def _check_handlers(handlers: list[Any]) -> None:
+    """Refuses what kwargs_handlers ask for and the Engine does not do."""
+    for handler in handlers:
+        asked = handler.to_kwargs()  # what differs from the defaults
+        hooks = [name for name in ("comm_hook", "comm_wrapper") if str(getattr(handler, name, "no")) != "no"]
+        refused = {name: asked[name] for name in ("enabled", "growth_factor", "backoff_factor") if name in asked}
+        refused |= {name: str(getattr(handler, name)) for name in hooks}
+        if refused:
+            named = ", ".join(f"{name}={value!r}" for name, value in refused.items())
+            raise ValueError(
+                f"Accelerator was given {type(handler).__name__}({named}): gradients are summed as they are, the "
+                f"Plan's precision says how the model computes, and fp16's scale is doubled and halved; init_scale and "
+                f"growth_interval are taken"
+            )
 
 
 def given_plan(plan: Any) -> Plan:

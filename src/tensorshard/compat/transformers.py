@@ -339,6 +339,13 @@ class _Accelerator(Accelerator):
         plan = vars(self).get("plan")
         return self.state.num_processes if plan is None else plan.dp_size
 
+    def free_memory(self, *objects: Any) -> Any:
+        """As :meth:`Accelerator.free_memory`; the Engine stays, since the Trainer trains the same model again."""
+        engine = self.engine
+        freed = super().free_memory(*objects)
+        self.engine = engine
+        return freed
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """The Trainer has divided the loss by the micro-batches of the step, or by its tokens."""
         super().backward(loss * self.plan.micro_batches, **kwargs)
