@@ -113,7 +113,7 @@ def _held(fields: dict[str, Any]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_rank_holds_its_part_of_the_experts(ranks, zero):
-    """Of parameters, gradients and optimizer states, 1/N of what one process has; ZeRO shards that further."""
+    """Of parameters, gradients and optimizer states, 1/N of what one process has; ZeRO and tp shard that further."""
     sizes = {name: p.nbytes for name, p in parity.build("mixtral").named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     others = sum(sizes.values()) - experts
@@ -125,6 +125,10 @@ def test_a_rank_holds_its_part_of_the_experts(ranks, zero):
             assert parameters == pytest.approx(experts / ep / shards + rest, rel=0.02)
             assert gradients == pytest.approx(experts / ep / of_states, rel=0.02)
             assert states == pytest.approx(2 * experts / ep / of_states, rel=0.02)
+    for parameters, gradients, states in ranks(4, _held, dict(ep=2, tp=2, zero=zero)):
+        assert experts / 4 <= parameters <= 1.02 * experts / 4 + others
+        assert gradients == pytest.approx(experts / 4, rel=0.02)
+        assert states == pytest.approx(2 * experts / 4, rel=0.02)
 
 
 def _saved_and_loaded(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -133,9 +137,11 @@ def _saved_and_loaded(folder: Path, before: dict[str, Any], after: dict[str, Any
 
 @pytest.mark.slow
 def test_checkpoints_with_tensor_parallelism(ranks, tmp_path):
-    plans = (dict(ep=2, tp=2, zero=1), dict(ep=2, tp=2, zero=3))
-    for before, after in ranks(4, _saved_and_loaded, tmp_path, *plans):
-        assert after == pytest.approx(before, rel=1e-5)
+    both, sharded = dict(ep=2, tp=2, zero=1), dict(ep=2, tp=2, zero=3)
+    plans = [(both, sharded), (sharded, dict(tp=2, zero=1)), (both, dict(zero=0)), (dict(ep=4, zero=3), both)]
+    for index, (first, second) in enumerate(plans):
+        for before, after in ranks(4, _saved_and_loaded, tmp_path / str(index), first, second):
+            assert after == pytest.approx(before, rel=1e-5)
 
 
 def _refused(fields: dict[str, Any]) -> str:
@@ -146,11 +152,37 @@ def _refused(fields: dict[str, Any]) -> str:
     return ""
 
 
+_EXPERTS = "model.layers.*.mlp.experts"
+
+
 @pytest.mark.slow
-def test_a_table_that_names_experts_is_refused(ranks):
-    table = {"model.layers.*.mlp.experts.gate_up_proj": "slice(1)", "lm_head": "colwise"}
+def test_a_table_that_cuts_experts_from_each_other_is_refused(ranks):
+    table = {f"{_EXPERTS}.gate_up_proj": "slice(0)", "lm_head": "colwise"}
     for message in ranks(4, _refused, dict(ep=2, tp=2, zero=1, tp_plan=table, tp_check=False)):
-        assert "tp_plan names model.layers.*.mlp.experts.gate_up_proj, which are experts" in message
+        assert f"tp_plan names {_EXPERTS}.gate_up_proj, which cuts whole experts from each other" in message
+
+
+@pytest.mark.slow
+def test_a_table_that_names_experts(ranks):
+    table = {_EXPERTS: "sum", f"{_EXPERTS}.gate_up_proj": "slice(1, 2)", f"{_EXPERTS}.down_proj": "slice(2)"}
+    found = ranks(4, parity.train, "mixtral", dict(ep=2, tp=2, zero=1, tp_plan=table))
+    parity.assert_same(found[0], parity.reference("mixtral"), 1e-5)
+
+
+def _adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+def _optimizer_refused(fields: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="looks at whole tensors") as error:
+        parity.make_engine("mixtral", fields, optimizer=_adafactor)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_optimizers_of_whole_tensors_are_refused(ranks, zero):
+    assert "ep=2 was given with Adafactor" in ranks(2, _optimizer_refused, dict(ep=2, zero=zero))[0]
 
 
 class Handmade(nn.Module):

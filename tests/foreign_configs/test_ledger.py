@@ -79,7 +79,10 @@ def test_degrees_of_experts_are_translated():
     plans.append(ts.Plan.from_axolotl({**AXOLOTL, "expert_parallel_size": 2}, world_size=8))
     assert [plan.ep for plan in plans] == [2, 2, 2, 2]
     split = {**MEGATRON, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    assert "experts are whole on each rank that has them" in read_config("megatron", split, world_size=8).describe()
+    assert (
+        "each expert is split over all ranks of train.plan.tp"
+        in read_config("megatron", split, world_size=8).describe()
+    )
 
 
 def test_what_deepspeed_asked_for():

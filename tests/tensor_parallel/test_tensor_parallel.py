@@ -126,7 +126,7 @@ def test_pieces_of_a_packed_weight_are_where_they_belong():
     ranges = [(2, 2), (6, 2), (10, 2)]  # the second of two ranks
     local = torch.cat([whole[start : start + length] for start, length in ranges])
     for dim, tensor, cut in [(0, local, ranges), (1, whole[:, 2:], [(2, 2)])]:
-        for offset, piece in TensorPieces.of(tensor, whole.shape, dim, cut).pieces:
+        for offset, piece in TensorPieces.of(tensor, whole.shape, {dim: cut}).pieces:
             rows, columns = (slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))
             assert torch.equal(whole[rows, columns], piece)
 

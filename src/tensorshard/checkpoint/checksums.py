@@ -45,14 +45,8 @@ def _pieces(
     sharded: ShardedModel, name: str, tensor: torch.Tensor
 ) -> tuple[torch.Size, list[tuple[torch.Size, torch.Tensor]]]:
     """The whole's shape, and this rank's pieces with their offsets in it."""
-    split = sharded.split.of(name)
-    layout = split.layout(name)
-    shape = split.full_shape(name, tensor.shape)
-    if not shape:
-        return shape, [(shape, tensor)]
-    dim = 0 if layout.dim is None else layout.dim
-    ranges = [(0, shape[0])] if layout.dim is None else layout.ranges(split.rank, split.size)
-    return shape, TensorPieces.of(tensor, shape, dim, ranges).pieces
+    shape = sharded.split.full_shape(name, tensor.shape)
+    return shape, TensorPieces.of(tensor, shape, sharded.split.cuts(name)).pieces
 
 
 @torch.no_grad()

@@ -511,13 +511,8 @@ class RandomPart(Part):
 
 def in_pieces(sharded: ShardedModel, name: str, tensor: torch.Tensor) -> Any:
     """`tensor`, sharded as the master weight or buffer `name`, with the places of its pieces in the full tensor."""
-    split = sharded.split.of(name)
-    layout = split.layout(name)
-    if layout.dim is None:
-        return tensor
-    ranges = layout.ranges(split.rank, split.size)
-    shape = split.full_shape(name, tensor.shape)
-    return TensorPieces.of(tensor, shape, layout.dim, ranges)
+    cuts = sharded.split.cuts(name)
+    return TensorPieces.of(tensor, sharded.split.full_shape(name, tensor.shape), cuts) if cuts else tensor
 
 
 def _options(groups: list[dict[str, Any]], members: list[str], place: int) -> dict[str, Any]:

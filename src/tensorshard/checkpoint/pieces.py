@@ -4,6 +4,7 @@ A packed weight (query, key and value in one) that is cut over tensor-parallel r
 and each piece is cut again over the data ranks. torch's planner takes any object that says where its pieces belong.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,33 +32,25 @@ class TensorPieces:
     pieces: list[tuple[torch.Size, torch.Tensor]]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, shape: torch.Size, dim: int, ranges: list[tuple[int, int]]) -> "TensorPieces":
-        """The pieces of `tensor`, whose dimension `dim` consists of `ranges` (start, length) of the full tensor's.
+    def of(
+        cls, tensor: torch.Tensor, shape: torch.Size, cuts: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> "TensorPieces":
+        """The pieces of `tensor`, which has of the full tensor's dimensions what `cuts` says.
 
         Args:
             tensor: plain, or a DTensor that is cut along its first dimension.
             shape: of the whole.
+            cuts: dimension to the ranges (start, length) of the full tensor's that `tensor` consists of.
         """
-        local, first = tensor, 0
+        offset = [0] * len(shape)  # in the part of all data ranks
+        local = tensor
         if isinstance(tensor, DTensor):
             _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            local, first = tensor.to_local(), offsets[0]
-        pieces = []
-        position = 0  # along `dim` of this tensor-parallel rank's part
-        for start, length in ranges:
-            offset = [0] * len(shape)
-            offset[0] = first
-            if dim != 0:
-                piece, offset[dim] = local.narrow(dim, position, length), start
-            else:
-                low = max(position, first)
-                high = min(position + length, first + local.size(0))
-                piece = local.narrow(0, low - first, max(0, high - low)) if high > low else local.narrow(0, 0, 0)
-                offset[0] = start + low - position
-            if piece.numel():
-                pieces.append((torch.Size(offset), piece))
-            position += length
-        return cls(shape, tensor.dtype, pieces)
+            local, offset[0] = tensor.to_local(), offsets[0]
+        pieces = [(offset, local)]
+        for dim, ranges in cuts.items():
+            pieces = [found for offset, piece in pieces for found in _cut(piece, offset, dim, ranges)]
+        return cls(shape, tensor.dtype, [(torch.Size(offset), piece) for offset, piece in pieces if piece.numel()])
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -82,6 +75,19 @@ class TensorPieces:
             if offset == index.offset:
                 return piece
         raise KeyError(f"{index.fqn} has no piece at {index.offset} on this rank")
+
+
+def _cut(
+    piece: torch.Tensor, offset: list[int], dim: int, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """The pieces of `piece` along `dim` that are together in the whole, each with its offset there."""
+    first, position = offset[dim], 0
+    for start, length in ranges:
+        low, high = max(position, first), min(position + length, first + piece.size(dim))
+        if low < high:
+            there = [*offset[:dim], start + low - position, *offset[dim + 1 :]]
+            yield there, piece.narrow(dim, low - first, high - low)
+        position += length
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):

@@ -41,6 +41,9 @@ class ParameterSplit(Protocol):
     def layout(self, name: str) -> Any:
         """How the parameter `name` is laid out over the ranks."""
 
+    def cuts(self, name: str) -> dict[int, list[tuple[int, int]]]:
+        """The (start, length) of this rank's pieces of the parameter `name`, along each dimension that is cut."""
+
     def num_shards(self, name: str) -> int:
         """Into how many shards the parameter `name` is cut."""
 

@@ -96,7 +96,8 @@ def make_optimizer(
     build = partial(build_optimizer, factory, rules=rules, elsewhere=elsewhere)
     optimizer = build(trained)
     splits = {"zero": int(plan.zero)} if plan.zero and mesh.shard_size > 1 else {}
-    splits.update({axis: mesh.degrees[axis] for axis in ("tp", "pp") if mesh.degrees[axis] > 1})
+    degrees = {"tp": mesh.degrees["tp"], "pp": mesh.degrees["pp"], "ep": plan.ep}
+    splits.update({axis: degree for axis, degree in degrees.items() if degree > 1})
     places = members_that_need_wholes(optimizer, build, trained, sharded.split, splits, mesh.world_group)
     if not places:
         return optimizer, None, build

@@ -158,7 +158,7 @@ TABLE: Table = {
         different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
     ),
     "expert_model_parallel_size": _ranks("ep"),
-    "expert_tensor_parallel_size": refused("experts are whole on each rank that has them; set it to 1", int, (1,)),
+    "expert_tensor_parallel_size": different("each expert is split over all ranks of train.plan.tp", int),
     "sequence_parallel": _flag("train.plan.sequence_parallel", True),
     "use_distributed_optimizer": _flag("train.plan.zero", 1),
     "use_torch_fsdp2": _flag("train.plan.zero", 3),

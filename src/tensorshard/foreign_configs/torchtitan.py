@@ -120,9 +120,10 @@ TABLE: Table = {
     "parallelism.context_parallel_rotate_method": unneeded("context parallelism finds its own way", str),
     "parallelism.enable_compiled_autograd": refused("train.plan.compile compiles blocks", bool),
     "parallelism.expert_parallel_degree": _degree("ep"),
+    "parallelism.expert_tensor_parallel_degree": different("each expert is split over all ranks of train.plan.tp", int),
     **each(
-        "expert_tensor_parallel_degree expert_parallel_comm_backend expert_parallel_a2a_impl",
-        refused("experts are whole on each rank that has them; set it to 1", None, (1, "standard", "default")),
+        "expert_parallel_comm_backend expert_parallel_a2a_impl",
+        refused("tokens travel by torch's all-to-all; set it to standard", str, ("standard", "default")),
         "parallelism.",
     ),
     "training.local_batch_size": to("batch.micro", int),

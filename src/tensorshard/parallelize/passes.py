@@ -66,6 +66,7 @@ def expert_parallel(part: Part, context: PassContext) -> None:
             part.full_model,
             context.experts,
             context.mesh.expert_group,
+            outer=part.split,
             cuts_sequences=context.mesh.degrees["cp"] > 1,
         )
         part.split = replace(part.split, experts=experts)

@@ -59,30 +59,30 @@ def split_all_experts(
     experts: Mapping[str, SplitExperts],
     group: dist.ProcessGroup,
     *,
+    outer: TensorSplit,
     cuts_sequences: bool = False,
 ) -> TensorSplit:
     """Makes the modules that `experts` names compute this rank's part; says how their parameters are split.
 
     Args:
         model: the one to change: `full_model`, or a stage of it, which has some of these modules.
+        outer: what this rank has of each expert.
         cuts_sequences: whether ranks have parts of sequences, each of which then sends its own tokens.
     """
     here = dict(model.named_modules())
-    layouts: dict[torch.Tensor, Layout] = {}
+    owners: dict[torch.Tensor, int | None] = {}
     for name, call in experts.items():
         if name in here:
             call.split(here[name], group)
             if cuts_sequences:
                 wrap_forward(here[name], Role.OWN_POSITIONS, partial(_with_own_positions, call.token_repeats))
-        for parameter, owner in call.owners(full_model.get_submodule(name)).items():
-            rows = (parameter.size(0),)
-            layouts[parameter] = Layout(0, rows) if owner is None else OwnedLayout(0, rows, owner)
-    named = {
-        name: layouts[parameter]
-        for name, parameter in full_model.named_parameters(remove_duplicate=False)
-        if parameter in layouts
-    }
-    return TensorSplit(named, group, ExpertTable(experts, group.size()), of_data_ranks=True)
+        owners.update(call.owners(full_model.get_submodule(name)))
+    layouts: dict[str, Layout] = {}
+    for name, parameter in full_model.named_parameters(remove_duplicate=False):
+        if parameter in owners:
+            rows, owner = (outer.local_shape(name, parameter.shape)[0],), owners[parameter]
+            layouts[name] = Layout(0, rows) if owner is None else OwnedLayout(0, rows, owner)
+    return TensorSplit(layouts, group, ExpertTable(experts, group.size()), of_data_ranks=True, outer=outer)
 
 
 def _with_own_positions(repeats: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:

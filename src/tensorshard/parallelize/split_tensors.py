@@ -1,7 +1,7 @@
 """Tensor parallelism of a model or of a pipeline's stage: the table is chosen, and applied."""
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,28 +10,37 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.common.dotted_names import is_inside
+from tensorshard.common.dotted_names import is_inside, join_names
+from tensorshard.expert_parallel.listed_experts import ListedExperts
+from tensorshard.expert_parallel.search import SplitExperts
 from tensorshard.model.global_state import restored_globals
 from tensorshard.model.parameters import ParameterPlaces, like
 from tensorshard.parallelize.part import Part, PassContext
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel
+from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
 from tensorshard.tensor_parallel.apply.randomness import split_randomness
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs, TensorSplit, shard_buffers
 from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.tensor_parallel.table.styles import Gather, Slice
 from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.model_run import find_units
 from tensorshard.tensor_parallel.verify.simulated_ranks import fake_process_group
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
+from tensorshard.torch_private.modules import own_parameters
 from tensorshard.torch_private.process_groups import alone_in_the_world
 from tensorshard.weights.initial import TensorSource
 
 
 def choose_table(
-    source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = None, *, experts: Iterable[str] = ()
+    source: TensorSource,
+    plan: Plan,
+    mesh: Mesh,
+    inputs: Any = None,
+    *,
+    experts: Mapping[str, SplitExperts] | None = None,
 ) -> VerifiedTable:
     """The table for the source's model under `plan`, searched for or checked by running it.
 
@@ -39,7 +48,7 @@ def choose_table(
 
     Args:
         inputs: samples to run the model on; None to guess them.
-        experts: names of the modules that expert parallelism splits. Their parameters are in no table.
+        experts: the modules whose experts are split over data ranks as well, by their names.
 
     Raises:
         ValueError: the plan's table is wrong for this model, or the search does not succeed.
@@ -59,14 +68,14 @@ def choose_table(
         # Memoized functions may have asked for the size of the world.
         with source.real_buffers(), restored_globals(source.module), alone_in_the_world():
             table = search(plan.tp_plan)
-            inside = _entries_inside(table, source.module, experts)
-            if inside and plan.tp_plan is not None:
+            crossing = _entries_across(table, source.module, experts or {})
+            if crossing and plan.tp_plan is not None:
                 raise ValueError(
-                    f"tp_plan names {', '.join(inside)}, which are experts, and ep={plan.ep} splits them: leave them "
-                    f"out of tp_plan, or set ep=1"
+                    f"tp_plan names {', '.join(crossing)}, which cuts whole experts from each other, as ep={plan.ep} "
+                    f"does: cut another dimension of them, leave them out of tp_plan, or set ep=1"
                 )
-            if inside:
-                table = search({name: style for name, style in table.plan.to_dict().items() if name not in inside})
+            if crossing:
+                table = search({name: style for name, style in table.plan.to_dict().items() if name not in crossing})
         # The search leaves reference cycles, whose memory would otherwise be in use for many steps.
         gc.collect()
         return table
@@ -75,10 +84,23 @@ def choose_table(
         return decide_once(choose, mesh.world_group)
 
 
-def _entries_inside(table: VerifiedTable, model: nn.Module, modules: Iterable[str]) -> list[str]:
-    """The entries of a table that name one of `modules`, or what is inside of them."""
-    names = [name for name in dict(model.named_parameters()) if is_inside(name, modules)]
-    names += [name for name in dict(model.named_modules()) if is_inside(name, modules)]
+def _entries_across(table: VerifiedTable, model: nn.Module, experts: Mapping[str, SplitExperts]) -> list[str]:
+    """The entries of a table that do not split each expert by itself.
+
+    They cut the dimension of experts, or are about a whole expert in a list, of which some ranks have nothing.
+    """
+    styles = table.plan.resolve(model)
+    layouts = find_layouts(model, styles, table.size)
+    names: set[str] = set()
+    for name, call in experts.items():
+        if isinstance(call, ListedExperts):
+            members = [join_names(name, member) for member in call.members]
+            own = {key for key in styles if is_inside(key, members)}
+            crosses = any(key in members or isinstance(styles[key], Gather | Slice) for key in own)
+        else:
+            own = {name, *(join_names(name, key) for key in own_parameters(model.get_submodule(name)))}
+            crosses = any(layouts[key].dim == 0 for key in own - {name})
+        names |= own if crosses else set()
     return [pattern for pattern in table.plan.entries if any(fnmatchcase(name, pattern) for name in names)]
 
 

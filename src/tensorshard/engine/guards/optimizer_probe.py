@@ -99,7 +99,7 @@ class _Kind:
     member: int
     options: str
     ndim: int
-    dim: int | None
+    cut_dims: tuple[int, ...]
     placements: tuple[Any, ...] | None
 
 
@@ -123,11 +123,11 @@ class _Probe:
         plan = ", ".join(f"{axis}={degree}" for axis, degree in (splits or {"zero": 3}).items())
         self._refused = f"{plan} splits the model over ranks, and "
         self._whole_model = f"a plan that splits nothing ({', '.join(_whole_plan(splits or {'zero': 3}))})"
-        self._by_tensor: dict[str, int | None] = {
-            n: split.layout(n).dim if split.num_shards(n) > 1 else None for n in masters
-        }
+        dims = {n: [*split.cuts(n)] if split.num_shards(n) > 1 else [] for n in masters}
         sharded = {n: m for n, m in masters.items() if isinstance(m, DTensor)}
         self._by_data: dict[str, int | None] = {n: 0 if n in sharded else None for n in masters}
+        # The dimensions that are cut, each over other ranks: by experts and by tensor parallelism, and by ZeRO 3.
+        self._dims = [{n: dict(enumerate(dims[n])).get(i) for n in masters} for i in range(2)] + [self._by_data]
         self._shards = max((m.device_mesh.size(-1) for m in sharded.values()), default=0)
         self._member_of = _members_of_parameters(optimizer)
         self._group_of = _groups_of_parameters(optimizer)
@@ -152,6 +152,10 @@ class _Probe:
             self._check_apart(whole, small, names)
         return needs
 
+    def _cut_dims(self, name: str) -> tuple[int, ...]:
+        """The dimensions of a parameter that are cut."""
+        return tuple(sorted({dim for dims in self._dims if (dim := dims[name]) is not None}))
+
     def _choose(self) -> list[str]:
         """Some parameters of each kind that an optimizer which is not known may treat in another way."""
         counts: dict[_Kind, int] = {}
@@ -162,7 +166,7 @@ class _Probe:
                 continue
             placements = tuple(master.placements) if isinstance(master, DTensor) else None
             options = _options(self._optimizer.param_groups[self._group_of[master]])
-            kind = _Kind(member, options, master.ndim, self._by_tensor[name], placements)
+            kind = _Kind(member, options, master.ndim, self._cut_dims(name), placements)
             counts[kind] = counts.get(kind, 0) + 1
             if counts[kind] <= _COMPARED:
                 chosen.append(name)
@@ -176,10 +180,11 @@ class _Probe:
             if large:
                 ndim = master.ndim
                 shape = [*_LARGE, *[1] * (ndim - 2)] if ndim > 1 else [_LARGE[0] * _LARGE[1]] * ndim
+                for dim in self._cut_dims(name):
+                    shape[dim] = max(2, shape[dim])
             else:
                 shape = [min(size, _SIZE) for size in master.shape]
-                dim = self._by_tensor[name]
-                if dim is not None:
+                for dim in self._cut_dims(name):
                     shape[dim] = _SIZE
                 if self._by_data[name] is not None:
                     shape[0] = max(_SIZE, 2 * self._shards)
@@ -190,7 +195,7 @@ class _Probe:
     def _slope(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Factors that make one half of a tensor unlike the other, along each dimension that is cut."""
         factors = torch.ones(())
-        for dim in {dim for dim in (self._by_tensor[name], self._by_data[name]) if dim is not None}:
+        for dim in self._cut_dims(name):
             view = [-1 if d == dim else 1 for d in range(len(shape))]
             factors = factors * torch.linspace(1, 4, shape[dim]).view(view)
         return factors
@@ -286,7 +291,7 @@ class _Probe:
     ) -> set[int]:
         """The members that update halves of `values`, along any dimension that the plan cuts, in another way."""
         needs: set[int] = set()
-        for dims in (self._by_tensor, self._by_data):
+        for dims in self._dims:
             if all(dims[name] is None for name in names):
                 continue
 
@@ -314,7 +319,7 @@ class _Probe:
         needs = set()
         for name in names:
             parameter = whole.parameters[name]
-            if self._by_tensor[name] is None and self._by_data[name] is None:
+            if not self._cut_dims(name):
                 continue
             states = whole.optimizer.state.get(parameter, {}).values()
             if not all(_is_of_elements(value, parameter) for value in states):
@@ -323,10 +328,7 @@ class _Probe:
 
     def _found_in_large(self, members: set[int]) -> set[int]:
         names = [
-            name
-            for name in self._choose()
-            if self._member_of[self._masters[name]] in members
-            and (self._by_tensor[name] is not None or self._by_data[name] is not None)
+            name for name in self._choose() if self._member_of[self._masters[name]] in members and self._cut_dims(name)
         ]
         if not names:
             return set()

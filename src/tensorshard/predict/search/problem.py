@@ -52,8 +52,8 @@ class SearchProblem:
             it.
         shared: what holds for several plans: the run of the model's constructor, and the runs from which pipelines are
             cut. Estimates fill it.
-        tables_beside_experts: the tables of plans that split experts over ranks with different samples. They leave
-            these out.
+        tables_beside_experts: the tables of plans that split experts over ranks with different samples. They split
+            each expert by itself, or leave it whole.
         captures: the model's runs from which tables were found. Estimates fill it.
         shortened: the problems for the models with fewer blocks, by the number of blocks that they keep.
         parameters: the elements of the whole model's parameters, which a model with fewer blocks counts as having; 0

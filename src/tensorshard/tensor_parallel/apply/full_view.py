@@ -35,7 +35,7 @@ class FullView(Watch):
         self, name: str, split: TensorSplit, shape: torch.Size, is_users_call: Callable[[], bool], is_sharded: bool
     ) -> None:
         self.name, self.shape, self.is_sharded = name, shape, is_sharded
-        self.layout = split.layout(name)
+        self.cuts = split.cuts(name)
         self._split, self._is_users_call = split, is_users_call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullView":
@@ -259,7 +259,7 @@ def _on_parts(function: Callable[..., Any], own: FullView, args: Any, kwargs: di
             return value
         view = _view_of(value)
         if view is not None:
-            return value if (view.layout, view.shape) == (own.layout, own.shape) else None
+            return value if (view.cuts, view.shape) == (own.cuts, own.shape) else None
         return own.cut(value) if type(value) is torch.Tensor and value.shape == own.shape else None
 
     given = [part(value) for value in args]

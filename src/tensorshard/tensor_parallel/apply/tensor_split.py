@@ -12,7 +12,7 @@ from torch import nn
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.loss.logits.split_logits import split_logits
-from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard
+from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard, ranges_within
 from tensorshard.torch_private.modules import own_buffers, set_buffer
 
 
@@ -68,6 +68,7 @@ class TensorSplit:
         outputs: whether the output layers hand on split logits.
         of_data_ranks: whether the ranks have different samples, as those that share experts have.
         experts: how the parameters of experts are split, over other ranks; None where they are not.
+        outer: the split whose parts these ranks split further; None where they split whole parameters.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class TensorSplit:
     outputs: SplitOutputs = field(default_factory=SplitOutputs)
     of_data_ranks: bool = False
     experts: "TensorSplit | None" = None
+    outer: "TensorSplit | None" = None
 
     @property
     def splits(self) -> bool:
@@ -104,30 +106,55 @@ class TensorSplit:
         return 0 if self.group is None else self.group.rank()
 
     def layout(self, name: str) -> Layout:
-        """How the parameter `name` is split over the ranks."""
+        """How these ranks split the parameter `name`, or the part of it that the outer split gives them."""
         return self.of(name).layouts.get(name, REPLICATED)
+
+    def cuts(self, name: str) -> dict[int, list[tuple[int, int]]]:
+        """What this rank has of the parameter `name`: the (start, length) of its pieces along each dimension that is
+        cut, in their order in memory."""
+        split, layout = self.of(name), self.layout(name)
+        cuts = {} if split.outer is None else split.outer.cuts(name)
+        if layout.dim is not None:
+            cuts[layout.dim] = ranges_within(cuts.get(layout.dim), layout.ranges(split.rank, split.size))
+        return cuts
 
     def num_shards(self, name: str) -> int:
         """Into how many shards the parameter `name` is cut."""
-        return 1 if self.layout(name).dim is None else self.of(name).size
+        split = self.of(name)
+        outer = 1 if split.outer is None else split.outer.num_shards(name)
+        return outer if self.layout(name).dim is None else outer * split.size
 
     def local(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the parameter `name`."""
-        owner = self.of(name)
-        return local_shard(full, owner.layout(name), owner.rank, owner.size)
+        split = self.of(name)
+        part = full if split.outer is None else split.outer.local(name, full)
+        return local_shard(part, split.layout(name), split.rank, split.size)
+
+    def local_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape of this rank's shard of the parameter `name` of `shape`."""
+        split = self.of(name)
+        part = shape if split.outer is None else split.outer.local_shape(name, shape)
+        return split.layout(name).local_shape(part, split.rank, split.size)
 
     def full_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """The full shape of the parameter or buffer `name`. `shape` is that of the shard, or full."""
-        layout = self.layout(name)
+        layout, outer = self.layout(name), self.of(name).outer
         full = list(shape)
         if layout.dim is not None:
             full[layout.dim] = sum(layout.parts)
-        return torch.Size(full)
+        return torch.Size(full) if outer is None else outer.full_shape(name, torch.Size(full))
 
     def full(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The full parameter `name` of `shape`. Every rank passes its `local` part. A collective of the group."""
         if (owner := self.of(name)) is not self:
             return owner.full(name, local, shape)
+        if self.outer is not None:
+            part = self._joined(name, local, self.outer.local_shape(name, shape))
+            return self.outer.full(name, part, shape)
+        return self._joined(name, local, shape)
+
+    def _joined(self, name: str, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """What these ranks have together, of `shape`."""
         layout = self.layout(name)
         if layout.dim is None or self.group is None:
             return local

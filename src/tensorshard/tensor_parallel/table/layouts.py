@@ -54,6 +54,21 @@ REPLICATED = Layout()
 """Every rank holds all of it."""
 
 
+def ranges_within(outer: Sequence[tuple[int, int]] | None, inner: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges (start, length) `inner` of what consists of the ranges `outer`, counted as those are. None: of all."""
+    if outer is None:
+        return list(inner)
+    found = []
+    for start, length in inner:
+        position = 0
+        for first, count in outer:
+            low, high = max(start, position), min(start + length, position + count)
+            if low < high:
+                found.append((first + low - position, high - low))
+            position += count
+    return found
+
+
 def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:
     """The shard of `full` that rank `rank` of `size` holds: a copy, or `full` itself if that is all of it."""
     if layout.dim is None:
