@@ -159,6 +159,7 @@ SPLIT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp-zero2": ("gpt", 4, dict(pp=2, zero=2, micro_batches=4)),
     "pp-zero3": ("gpt", 4, dict(pp=2, zero=3, micro_batches=2)),
     "zbv": ("gpt", 2, dict(pp=2, micro_batches=4, pp_schedule="zbv")),
+    "replicas-zero0": ("gpt", 4, dict(dp_replicate=2, dp_shard=2, zero=0)),
     "cp": ("gpt", 2, dict(cp=2)),
     "cp-zero3": ("llama", 4, dict(cp=2, zero=3)),
 }
@@ -204,6 +205,9 @@ def test_training_is_exact(ranks, case):
         (4, dict(ep=2, pp=2, zero=1, micro_batches=2)),
         (4, dict(ep=2, dp_shard=2, dp_replicate=2, zero=1)),
         (8, dict(ep=2, dp_shard=4, dp_replicate=2, zero=3)),
+        (8, dict(ep=2, dp_shard=4, dp_replicate=2, zero=0)),
+        (8, dict(ep=2, cp=2, dp_shard=2, dp_replicate=2, zero=0)),
+        (8, dict(ep=2, tp=2, dp_shard=2, dp_replicate=2, zero=0)),
     ],
 )
 def test_experts_over_data_ranks(ranks, world_size, fields):

@@ -118,12 +118,18 @@ class Hardware:
 def communicators(plan: Plan) -> int:
     """How many communicators NCCL makes for a rank under a resolved `plan`: one for each group with other ranks, and
     one for each neighbour in a pipeline, as torch's schedules send by themselves what needs no answer. Groups of
-    experts are others than those of the axes, even with the same ranks, unless all ranks of the world are in one."""
+    experts are others than those of the axes, even with the same ranks, unless all ranks of the world are in one. At
+    ZeRO 0 gradients are summed over all replicas and their ranks at once."""
     axes = {axis for axis in AXES if getattr(plan, axis) > 1}
-    data = {"dp_replicate", "dp_shard"}
-    groups = {frozenset({axis}) for axis in axes}
-    groups |= {frozenset(axes & group) for group in (axes, data, data | {"cp"}, {"dp_shard", "cp"})}
+    data, shard = {"dp_replicate", "dp_shard"}, {"dp_shard", "cp"}
     of_experts = [plan.ep, plan.dp_shard * plan.cp // plan.ep, plan.dp_replicate if plan.zero == 3 else 1]
+    by_one_axis = axes
+    if plan.zero == 0:
+        of_experts = [plan.ep, of_experts[1] * plan.dp_replicate]
+        if data <= axes:
+            by_one_axis, shard = axes - data, data
+    groups = {frozenset({axis}) for axis in by_one_axis}
+    groups |= {frozenset(axes & group) for group in (axes, data, data | {"cp"}, shard)}
     world_size = math.prod(getattr(plan, axis) for axis in AXES)
     others = 0 if plan.ep in (1, plan.cp) else sum(1 < ranks < world_size for ranks in of_experts)
     return len(groups - {frozenset()}) + min(plan.pp - 1, 2) + others
