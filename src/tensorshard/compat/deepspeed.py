@@ -10,7 +10,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ from tensorshard.engine.model_loss import model_loss
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.pytree import tree_map
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "get_accelerator", "init_distributed", "initialize", "zero"]
 
@@ -38,6 +40,7 @@ comm = torch.distributed
 
 _LATEST = "latest"
 _OWNER = "_tensorshard_module"  # on a parameter: a weak reference to the model that shows it
+_WHOLE = "_tensorshard_whole"  # on a parameter, inside GatheredParameters
 
 _ELSEWHERE = {
     "pipe": "any nn.Module takes Plan(pp=2): call tensorshard.parallelize, and engine.step(inputs, targets)",
@@ -488,8 +491,8 @@ class _GatheredParameters:
         modifier_rank: whose changes all ranks take at the end; None if nothing is changed.
         enabled: whether to do anything.
 
-    The whole parameters are those of the modules (``model.head.weight``). A variable that refers to a parameter from
-    outside still refers to this rank's part.
+    The modules (``model.head.weight``) hold whole parameters, and a variable that refers to a parameter from outside
+    reads and writes the same whole one.
     """
 
     def __init__(
@@ -509,6 +512,8 @@ class _GatheredParameters:
             if places:
                 with torch.enable_grad():  # where gradients are recorded, a part reads as the whole
                     whole = nn.Parameter((parameter + 0).detach().clone(), requires_grad=parameter.requires_grad)
+                vars(parameter)[_WHOLE] = whole
+                parameter.__class__ = _standing_for_its_whole(type(parameter))
             for module, name in places:
                 set_parameter(module, name, whole)
             self._wholes.append(whole)
@@ -519,6 +524,8 @@ class _GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for parameter, places in zip(self._parameters, self._places, strict=True):
+            if vars(parameter).pop(_WHOLE, None) is not None:
+                parameter.__class__ = type(parameter).__mro__[1]
             for module, name in places:
                 set_parameter(module, name, parameter)
         wholes, self._wholes = self._wholes, []
@@ -531,10 +538,38 @@ class _GatheredParameters:
                 parameter.copy_(whole)
 
 
+@cache
+def _standing_for_its_whole(kind: type) -> type:
+    """A subclass of a parameter's class, all of whose functions are those of the whole parameter in its place."""
+
+    def whole(leaf: Any) -> Any:
+        return vars(leaf).get(_WHOLE, leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def call(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    own = {
+        "__torch_function__": classmethod(call),
+        "__deepcopy__": lambda self, memo: deepcopy(whole(self), memo),
+        "__reduce_ex__": lambda self, protocol: whole(self).__reduce_ex__(protocol),
+    }
+    return type(kind)(f"Gathered{kind.__name__}", (kind,), own)
+
+
 def _places(model: nn.Module, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
     return [
         (module, name) for module in model.modules() for name, own in own_parameters(module).items() if own is parameter
     ]
 
 
-zero = SimpleNamespace(Init=_Init, GatheredParameters=_GatheredParameters)
+def _external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """``deepspeed.zero.register_external_parameter``: not needed here, where any code may read any parameter."""
+
+
+zero = SimpleNamespace(
+    Init=_Init,
+    GatheredParameters=_GatheredParameters,
+    register_external_parameter=_external_parameter,
+    unregister_external_parameter=_external_parameter,
+)

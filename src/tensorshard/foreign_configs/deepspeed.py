@@ -358,7 +358,8 @@ def read(reading: Reading, prefix: str = "") -> None:
     reading.imply("zero_optimization.stage", "train.plan.zero", 0)
     reading.imply("gradient_clipping", "train.plan.clip_grad_norm", None, "no clipping is their default")
     if "optimizer._target_" in reading.found:
-        imply_optimizer(reading, 1e-3)
+        of_torch = reading.get("optimizer.params.torch_adam") and reading.found["optimizer._target_"].endswith("AdamW")
+        imply_optimizer(reading, 1e-3, decay=0.01 if of_torch else 0.0)  # DeepSpeed's own Adams decay nothing
     if "schedule.shape" in reading.found:
         reading.imply("scheduler.params.warmup_num_steps", "schedule.warmup", 1000)
         reading.imply("scheduler.params.warmup_type", "schedule.warmup_shape", "log")
