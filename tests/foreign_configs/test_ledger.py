@@ -239,7 +239,9 @@ def test_a_config_that_is_code_is_refused(tmp_path):
         read_file(path, "libai", world_size=4)
 
 
-@pytest.mark.parametrize(("params", "decay"), [({"lr": 1e-3}, 0.0), ({"torch_adam": True}, 0.01), ({"weight_decay": 0.3}, 0.3)])
+@pytest.mark.parametrize(
+    ("params", "decay"), [({"lr": 1e-3}, 0.0), ({"torch_adam": True}, 0.01), ({"weight_decay": 0.3}, 0.3)]
+)
 def test_the_decay_of_deepspeeds_adam_is_that_of_its_implementation(params, decay):
     config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": params}}
     ledger = ts.Plan.from_deepspeed(config, world_size=2).ledger
