@@ -1,5 +1,6 @@
 """Mixtures whose experts are modules in a list are split as well: each rank has some of the modules."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,8 @@ _PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def _reference() -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, losses = _mixture(), []
+def _reference(build: Callable[[], nn.Module] = _mixture) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, losses = build(), []
     optimizer = parity.ADAMW(model.parameters())
     for inputs, targets in _batches():
         loss = _loss(model(inputs), targets)
@@ -146,6 +147,55 @@ def test_training_is_exact(ranks, plan):
         assert result["losses"] == pytest.approx(losses, rel=1e-5)
         if result["state"]:
             parity.assert_same_state(result["state"], state, 1e-5)
+
+
+class Layer(nn.Module):
+    """Sixteen experts, of which a sample's tokens choose a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.moe = nn.LayerNorm(8), ListMoE(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(self.gate(x).sigmoid() * self.value(x))
+        return x + self.moe(self.norm(x))[0]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.layers, self.head = nn.Linear(5, 8), nn.ModuleList(Layer() for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inputs(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _deep() -> nn.Module:
+    seeds.seed(4)
+    return Deep()
+
+
+def _train_deep(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], set[int]]:
+    engine = ts.parallelize(
+        _deep, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=_loss, sample_inputs=torch.randn(1, 3, 5)
+    )
+    losses = [engine.step(*parity.shard(engine, *pair)).item() for pair in _batches()]
+    weights = [name for name in engine.sharded.masters() if ".experts." in name and name.endswith("weight")]
+    return losses, engine.full_state_dict(), {engine.sharded.split.num_shards(name) for name in weights}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [dict(zero=1), dict(sequence_parallel=True, zero=3)], ids=str)
+def test_experts_that_no_sample_token_chose_are_split_over_tp_too(ranks, more):
+    losses, state = _reference(_deep)
+    found = ranks(4, _train_deep, dict(ep=2, tp=2, **more))[0]
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    parity.assert_same_state(found[1], state, 1e-5)
+    assert found[2] == {4}
 
 
 def _continued(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> tuple[list[float], list[float], int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from tensorshard.common.dotted_names import is_inside, join_names
 from tensorshard.model.special_layers import find_experts
 from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow
 from tensorshard.tensor_parallel.search.low_rank import low_rank_pairs
@@ -18,6 +19,7 @@ from tensorshard.tensor_parallel.table.styles import SUM_GRADIENTS, Divide
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall
 from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.block_checks import InnerCheck, KnownModules, inner_check
+from tensorshard.tensor_parallel.verify.block_kinds import group_equal_blocks
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
 
 
@@ -102,6 +104,7 @@ def search_block(
                     reasons.setdefault(layer, f"{region}: {outcome}")
         if len(refused) == refused_before:  # the next run would propose the same
             break
+    result.split += _of_uncalled_experts(block, flow.called, result.split)
     used = {layer for split in result.split for layer in (*split.region.columns, *split.region.rows)}
     for name, module in block.named_modules():
         described = as_splittable(module)
@@ -121,6 +124,36 @@ def search_block(
         else:
             result.split.append(outcome)
     return result
+
+
+def _of_uncalled_experts(block: nn.Module, called: Iterable[str], split: list[SplitRegion]) -> list[SplitRegion]:
+    """How the modules of lists that the run did not call are split: as those that it called, if all are built alike.
+
+    Of a list of experts, the run calls those that its tokens have chosen.
+    """
+    found: list[SplitRegion] = []
+    for name, each in block.named_modules():
+        members = {join_names(name, key): child for key, child in each.named_children()}
+        if not isinstance(each, nn.ModuleList | nn.ModuleDict) or len(group_equal_blocks(members)) != 1:
+            continue
+        reached = {member for member in members if any(is_inside(key, [member]) for key in called)}
+        alone = [s for s in split if not s.proposal.sliced_inputs and not s.sharded_outputs]
+        ways = {m: [s for s in alone if all(is_inside(key, [m]) for key in s.proposal.styles)] for m in reached}
+        first = next((member for member, regions in ways.items() if regions), None)
+        if first is not None and len(reached) > 1:
+            found += [_renamed(s, first, member) for member in members if member not in reached for s in ways[first]]
+    return found
+
+
+def _renamed(split: SplitRegion, module: str, other: str) -> SplitRegion:
+    """How `other` is split as `module` is, which holds all of `split`."""
+
+    def there(name: str) -> str:
+        return other + name[len(module) :]
+
+    region = Region(tuple(map(there, split.region.columns)), tuple(map(there, split.region.rows)), (), ())
+    styles = {there(name): style for name, style in split.proposal.styles.items()}
+    return SplitRegion(region, Proposal(styles, {}), {})
 
 
 def _split_experts(name: str, experts: nn.Module, check: BlockCheck) -> SplitRegion | str:
