@@ -90,6 +90,46 @@ def test_evaluation_checkpoints_and_resumption_are_those_of_transformers(ranks, 
         assert resumed["calls"] == [call for call in theirs["calls"] if call[0] == "step" and call[1] > 10]
 
 
+_GLUE_IMPORTS = {"from transformers.trainer import Trainer": "from tensorshard.compat.transformers import Trainer"}
+
+
+def _their_task(task: str, folder: Path, **arguments: Any) -> dict[str, Any]:
+    return peer_scripts.run("run_glue", {"task": task, "output_dir": str(folder), **arguments})
+
+
+def _our_task(task: str, plan: dict[str, Any], folder: str, **arguments: Any) -> dict[str, Any]:
+    given = {"task": task, "output_dir": folder, "plan": ts.Plan(**plan), **arguments}
+    return peer_scripts.run("run_glue", given, _GLUE_IMPORTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "plan", "data_ranks", "arguments"),
+    [
+        ("glue", {"zero": 3}, 2, {}),
+        ("glue", {"tp": 2}, 1, {"gradient_accumulation_steps": 2}),
+        ("mlm", {"zero": 1}, 2, {"gradient_accumulation_steps": 3}),
+        ("mlm", {"zero": 3}, 2, {"train_sampling_strategy": "group_by_length"}),
+        ("mlm", {"tp": 2}, 1, {}),
+    ],
+)
+def test_glue_and_masked_language_models_are_those_of_transformers(ranks, tmp_path, task, plan, data_ranks, arguments):
+    """Evaluation and a checkpoint each epoch, the best one loaded at the end, predictions of samples without labels."""
+    sizes = ("per_device_train_batch_size", "per_device_eval_batch_size")
+    theirs = _their_task(task, tmp_path / "theirs", **dict.fromkeys(sizes, 8), **arguments)
+    ours = {**dict.fromkeys(sizes, 8 // data_ranks), **arguments}
+    for one in ranks(2, _our_task, task, plan, str(tmp_path / "ours"), **ours):
+        for key in ("losses", "rates"):
+            assert one[key] == pytest.approx(theirs[key], abs=1e-5)
+        assert one["train_loss"] == pytest.approx(theirs["train_loss"], abs=1e-5)
+        rows = sorted if "train_sampling_strategy" in arguments else list  # which groups samples to predict, too
+        assert one["best"] == theirs["best"] and rows(one["predicted"]) == rows(theirs["predicted"])
+        for mine, other in zip(one["evaluated"], theirs["evaluated"], strict=True):
+            assert mine[1] == other[1]
+    files = [tmp_path / who / "model.safetensors" for who in ("ours", "theirs")]
+    parity.assert_same_state(*map(safetensors.torch.load_file, files), 1e-4)
+
+
 @pytest.mark.slow
 def test_a_pipeline_evaluates(ranks, tmp_path):
     evaluated = {"evaluate": True, "per_device_eval_batch_size": 8}

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from tensorshard.comm.world import under_torchrun
-from tensorshard.common.kinds import kind_of
-from tensorshard.compat.taken_over import follow_optimizer, rebuilt
+from tensorshard.compat.taken_over import agreed, follow_optimizer, given_plan, rebuilt
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.guards.foreign_optimizers import mark_wrapper
 from tensorshard.engine.model_loss import model_loss
@@ -39,9 +38,6 @@ except ImportError as error:
         "tensorshard.compat.accelerate stands on Accelerate's own data loaders and trackers, and accelerate is not "
         "installed: pip install accelerate"
     ) from error
-
-ENVIRONMENT = "TENSORSHARD_PLAN"
-"""A variable that names a Plan's YAML file, for scripts that give none."""
 
 _REFUSED = {
     "deepspeed_plugin": "Plan.from_deepspeed(config) makes a Plan of its config",
@@ -605,23 +601,3 @@ def _check_handlers(handlers: list[Any]) -> None:
                 f"Plan's precision says how the model computes, and fp16's scale is doubled and halved; init_scale and "
                 f"growth_interval are taken"
             )
-
-
-def given_plan(plan: Any) -> Plan:
-    """The Plan that a script or its environment names; whole replicas if none does."""
-    if plan is None and os.environ.get(ENVIRONMENT):
-        plan = os.environ[ENVIRONMENT]
-    if plan is None:
-        return Plan(zero=0)
-    if isinstance(plan, str | os.PathLike):
-        return Plan.from_yaml(Path(plan))
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is {kind_of(plan)}; it must be a tensorshard.Plan, or the path of its YAML file")
-    return plan
-
-
-def agreed(argument: str, asked: Any, field: str, planned: Any, default: Any) -> Any:
-    """What an argument and the Plan say together; one of them may be at its default."""
-    if asked != default and planned not in (default, asked):
-        raise ValueError(f"{argument}={asked!r} was given with a plan of {field}={planned!r}: give one of the two")
-    return planned if asked == default else asked

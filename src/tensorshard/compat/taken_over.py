@@ -1,11 +1,13 @@
-"""What a script has built before it calls us: its optimizer, made anew of the laid-out weights, and its schedulers.
+"""What a script brings: its Plan, its optimizer, made anew of the laid-out weights, and its schedulers.
 
 The calls of :mod:`tensorshard.compat` share this. Scripts for other libraries build ``optimizer`` from
 ``model.parameters()``, and hand over both; :func:`tensorshard.parallelize` takes what makes an optimizer.
 """
 
 import inspect
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tensorshard.common.kinds import kind_of
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.optimizers import inner_schedulers
+
+ENVIRONMENT = "TENSORSHARD_PLAN"
+"""A variable that names a Plan's YAML file, for scripts that give none."""
 
 
 def rebuilt(optimizer: torch.optim.Optimizer, model: nn.Module, call: str) -> OptimizerFactory:
@@ -80,3 +86,23 @@ def follow_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         scheduler.optimizer = optimizer
     for inner in inner_schedulers(scheduler):
         follow_optimizer(inner, optimizer)
+
+
+def given_plan(plan: Any) -> Plan:
+    """The Plan that a script or its environment names; whole replicas if none does."""
+    if plan is None and os.environ.get(ENVIRONMENT):
+        plan = os.environ[ENVIRONMENT]
+    if plan is None:
+        return Plan(zero=0)
+    if isinstance(plan, str | os.PathLike):
+        return Plan.from_yaml(Path(plan))
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a tensorshard.Plan, or the path of its YAML file")
+    return plan
+
+
+def agreed(argument: str, asked: Any, field: str, planned: Any, default: Any) -> Any:
+    """What an argument and the Plan say together; one of them may be at its default."""
+    if asked != default and planned not in (default, asked):
+        raise ValueError(f"{argument}={asked!r} was given with a plan of {field}={planned!r}: give one of the two")
+    return planned if asked == default else asked

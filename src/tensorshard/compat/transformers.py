@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from tensorshard.comm.world import under_torchrun
-from tensorshard.compat.accelerate import Accelerator, agreed, given_plan
+from tensorshard.compat.accelerate import Accelerator
+from tensorshard.compat.taken_over import agreed, given_plan
 from tensorshard.engine.engine import Engine
 from tensorshard.plan.plan import Plan
 from tensorshard.weights.files.foreign.opening import read_foreign
@@ -75,6 +76,7 @@ class WithPlan:
         self._auto = plan == AUTO
         self._plan = Plan() if self._auto else given_plan(plan)
         self._parts: list[dict[str, Any]] = []  # micro-batches of a pipeline's step
+        self._loss_counts: bool | None = None
         super().__init__(*args, **kwargs)
         if self._plan.pp > 1:
             self._check_pipeline()
@@ -215,6 +217,8 @@ class WithPlan:
         """Forward and backward of a micro-batch. A pipeline collects those of a step, and takes it with the last."""
         engine = self.engine
         if engine is None or engine.plan.pp == 1:
+            if num_items_in_batch is not None:
+                self._see_whether_loss_counts(model, inputs, num_items_in_batch)
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         model.train()
         self._parts.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
@@ -223,6 +227,29 @@ class WithPlan:
         parts, self._parts = self._parts, []
         batch = _joined(parts, getattr(getattr(model, "config", None), "pad_token_id", None) or 0)
         return engine.step(batch, batch["labels"])
+
+    def _see_whether_loss_counts(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> None:
+        """Finds out, once, whether the loss divides by `items`, those of all ranks, as transformers' Trainer believes
+        of each model that takes keywords: it multiplies the loss by the data ranks, which a mean must not be."""
+        if (
+            self._loss_counts is not None
+            or self.accelerator.num_processes == 1
+            or not self.args.average_tokens_across_devices
+            or type(self).compute_loss is not transformers.Trainer.compute_loss  # type: ignore[attr-defined]
+        ):
+            return
+        model.eval()
+        with torch.no_grad():
+            first, second = (
+                self.compute_loss(model, self._prepare_inputs(dict(inputs)), num_items_in_batch=items * times)  # type: ignore[attr-defined]
+                for times in (1, 2)
+            )
+        model.train()
+        differs, says = (first - second).abs() > 0, first.isfinite() & (first != 0)
+        found = self.accelerator.reduce(torch.stack([differs, says]).int(), "max").tolist()
+        if found[1]:
+            self._loss_counts = bool(found[0])
+            self.args.average_tokens_across_devices = self._loss_counts
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -314,8 +341,9 @@ class WithPlan:
 class Trainer(WithPlan, transformers.Trainer):
     """transformers' Trainer with a Plan. All arguments but `plan` are its own; see :class:`WithPlan`.
 
-    Losses are those of transformers' Trainer on the same samples: those of one process, up to rounding. Dropout draws
-    from the Engine's own random streams.
+    Losses are those of transformers' Trainer on the same samples: those of one process, up to rounding. A model that
+    takes a mean of its labels, and does not divide by those of all ranks, gets the mean of the ranks' losses (which
+    transformers' Trainer multiplies by the number of processes). Dropout draws from the Engine's own random streams.
 
     Examples:
         >>> trainer = Trainer(model, TrainingArguments("out", bf16=True), train_dataset=data, plan=ts.Plan(zero=3))

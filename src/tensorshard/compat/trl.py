@@ -7,7 +7,7 @@ be built in the same way.
 import os
 from typing import Any
 
-from tensorshard.compat.accelerate import given_plan
+from tensorshard.compat.taken_over import given_plan
 from tensorshard.compat.transformers import AUTO, WithPlan
 from tensorshard.plan.plan import Plan
 
