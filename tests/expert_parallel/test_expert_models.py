@@ -75,14 +75,25 @@ _PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-zero1-full": (4, dict(ep=4, zero=1, recompute="full")),
     "ep2-tp2": (4, dict(ep=2, tp=2, zero=0)),
     "ep4-cp2-zero3": (4, dict(ep=4, cp=2, zero=3)),
+    "ep2-pp2": (4, dict(ep=2, pp=2, zero=1, micro_batches=2)),
+    "ep2-sp2-zero3": (4, dict(ep=2, tp=2, sequence_parallel=True, zero=3)),
 }
+
+
+# Two experts get nearly the same score of some token, so that rounding of fp32 decides: these are trained in fp64.
+_ROUTED_BY_ROUNDING = ("FlexOlmoForCausalLM",)
+_NOT_ALONG_SEQUENCES = ("Llama4ForCausalLM",)  # tensor parallelism refuses it, with or without experts
 
 
 def _model(kind: str) -> nn.Module:
     settings = {"attention_dropout": 0.0, "pad_token_id": 0, **_MODELS[kind]}
     model = getattr(transformers, kind)
     seeds.seed(8)
-    return model(model.config_class(**settings))  # type: ignore[no-any-return]
+    built = model(model.config_class(**settings))
+    if kind in _ROUTED_BY_ROUNDING:
+        built.config._experts_implementation = "eager"
+        built.double()
+    return built  # type: ignore[no-any-return]
 
 
 def _batches(steps: int) -> list[torch.Tensor]:
@@ -94,7 +105,7 @@ def _loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
-_STEPS = 10
+_STEPS = 20
 
 
 def _train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +122,8 @@ def _train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("plan", _PLANS)
 def test_mixtures_of_transformers(ranks, kind, plan):
     world_size, fields = _PLANS[plan]
+    if kind in _NOT_ALONG_SEQUENCES and "sequence_parallel" in fields:
+        pytest.skip("no block of it can be split along a sequence")
     model, losses = _model(kind), []
     optimizer = parity.ADAMW(model.parameters())
     for ids in _batches(_STEPS):
@@ -121,4 +134,4 @@ def test_mixtures_of_transformers(ranks, kind, plan):
         losses.append(loss.item())
     result = ranks(world_size, _train, kind, fields)[0]
     assert result["losses"] == pytest.approx(losses, rel=1e-5)
-    parity.assert_same_state(result["state"], model.state_dict(), 1e-4)
+    parity.assert_same_state(result["state"], model.state_dict(), 1e-5)

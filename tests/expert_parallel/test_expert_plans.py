@@ -1,5 +1,6 @@
 """``Plan(ep=N)`` trains mixtures of experts as one process does."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,25 @@ def test_fp32_is_exact(ranks, case):
     for other in found[1:]:
         assert other["losses"] == found[0]["losses"]
         assert other["norms"] == found[0]["norms"]
+
+
+_SGD = partial(torch.optim.SGD, lr=1e3)  # weights move by as much as the gradient says
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["ep4-zero2", "ep2-tp2-zero1-clip", "ep2-sp2-zero3-micro2-full", "ep2-pp2-zero3-micro2"]
+)
+def test_every_gradient_is_exact(ranks, case):
+    kind, world_size, fields = CASES[case]
+    given = {**fields, "clip_grad_norm": None}
+    found = ranks(world_size, parity.train, kind, given, 1, optimizer=_SGD)[0]["state"]
+    expected, start = parity.reference(kind, steps=1, optimizer=_SGD)["state"], parity.build(kind).state_dict()
+    assert any(".gate." in name for name in expected)
+    largest = max((value - start[name]).norm() for name, value in expected.items())
+    for name, value in expected.items():
+        gradient = value - start[name]
+        assert (found[name] - value).norm() < 1e-5 * max(gradient.norm(), 1e-2 * largest), name
 
 
 def _saved(folder: Path, fields: dict[str, Any]) -> list[float]:
