@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
+from tensorshard.model.quantized import quantized_parameters
 from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.passes.precision import held_dtype, master_dtype
 from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
@@ -427,4 +428,8 @@ class ShardedModel(ABC):
         full = {name: tensor.to("cpu", copy=True) for name, tensor in self.full_tensors(keep)}
         state = self.structure.state_dict(keep_vars=True)
         first = self._aliases | buffer_aliases(self.structure)
-        return {name: full[first.get(name, name)] for name in state if keep}
+        quantized = quantized_parameters(self.structure)
+        for name, spec in quantized.items():
+            if name in full:
+                full[name] = spec.build(full[name])
+        return {name: full[first.get(name, name)] for name in state if keep and first.get(name, name) in full}

@@ -31,6 +31,7 @@ from tensorshard.engine.random_streams import RandomStreams, kept_random_state, 
 from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import find_blocks
+from tensorshard.model.quantized import hold_as_bytes
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.model.whole_sequences import PositionOrder
@@ -95,10 +96,11 @@ def build_engine(
     with RestoreOnError() as restored, kept_random_state(device):
         if isinstance(model, nn.Module):
             restored.note(model)
+            hold_as_bytes(model, frozen=frozen)
             check_model(model, plan, split="tp" if built else "refused", frozen=frozen)
             _check_rules(model, own_rules(model), optimizer)
         join_world(device, timeout=patience)
-        source, agreed, rules = _weights_of(model, seed, restored, decisions)
+        source, agreed, rules = _weights_of(model, seed, restored, decisions, frozen=frozen)
         if frozen:
             source.module.requires_grad_(False)
         with explained("parallelize"):
@@ -270,6 +272,8 @@ def _weights_of(
     seed: int,
     restored: RestoreOnError,
     decisions: Decisions | None,
+    *,
+    frozen: bool,
 ) -> tuple[TensorSource, bool, list[OwnRule]]:
     """Where the initial weights come from; whether they are the same on every rank by construction; and the rules of
     modules that train themselves, whose own updates are switched off."""
@@ -290,6 +294,7 @@ def _weights_of(
                     restored.note(built)
                     check_not_parallelized(built)
                 rules[:] = take_own_rules(built)
+                hold_as_bytes(built, frozen=frozen)
             return built
 
         source = record(build, seed=seed)

@@ -16,6 +16,7 @@ from tensorshard.engine.loss_terms import takes_model
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import select_modules
 from tensorshard.model.parameters import check_own_memory
+from tensorshard.model.quantized import is_quantized, quantized_parameters
 from tensorshard.model.trains_itself import own_rules, self_training
 from tensorshard.parallelize.parallel_layers import check_split_by_hand, split_by_hand
 from tensorshard.parallelize.parallelized_models import check_not_parallelized
@@ -181,8 +182,10 @@ def check_model(
         check_split_by_hand(model, plan)
     else:
         _check_unsplit(model, plan, ranks if split == "outside" else ())
+    held = quantized_parameters(model)
     for name, parameter in model.named_parameters():
-        _check_parameter(name, parameter)
+        if name not in held:
+            _check_parameter(name, parameter)
         _check_parameter_hooks(name, parameter)
     check_own_memory(model)
     # Parameters that a module updates by its own rule do not require a gradient yet.
@@ -257,11 +260,17 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name!r} is a DTensor, so the model was laid out already; give the original model, or the "
             f"callable that builds it"
         )
-    if hasattr(parameter, "__tensor_flatten__") or type(parameter).__module__.startswith("bitsandbytes"):
+    if is_quantized(parameter):
+        what = f"parameter {name!r} is {kind_of(parameter)}, which keeps several tensors (integers and their scales)"
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{what} behind one name, and requires a gradient, but an optimizer updates plain tensors: freeze it "
+                f"with requires_grad_(False), and train adapters beside it, or dequantize it"
+            )
         raise ValueError(
-            f"parameter {name!r} is {kind_of(parameter)}, which keeps several tensors (integers and their scales) "
-            f"behind one name, and a plan lays out plain tensors; dequantize it, or hold integers and scales in "
-            f"buffers of a linear layer of your own, which keep their types under every plan"
+            f"{what} in a form that is not known here (known are subclasses with __tensor_flatten__, as torchao's, "
+            f"and the 4 bits of bitsandbytes): dequantize it, or hold integers and scales in buffers of a linear layer "
+            f"of your own, which keep their types under every plan"
         )
     if not parameter.is_floating_point():
         kind = "complex numbers" if parameter.is_complex() else "no gradient"

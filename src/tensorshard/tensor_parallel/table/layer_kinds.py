@@ -11,6 +11,7 @@ from torch import nn
 from tensorshard.comm.sharding import shard_sizes
 from tensorshard.common.kinds import kind_of
 from tensorshard.model.forwards import own_forward, runs_forward_of
+from tensorshard.model.quantized import holds_quantized
 from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.tensor_parallel.table.layouts import Layout
@@ -75,7 +76,7 @@ def as_splittable(module: nn.Module) -> SplittableLayer | None:
     if isinstance(module, TrainsItself) and (sizes := module.linear_sizes()) is not None:  # it splits itself
         return SplittableLayer("head", *sizes, 1, 0)
     weight = own_parameters(module).get("weight")
-    if weight is None:
+    if weight is None or holds_quantized(module):
         return None
     if runs_forward_of(module, nn.Linear):
         return SplittableLayer("linear", weight.shape[1], weight.shape[0], 1, 0)

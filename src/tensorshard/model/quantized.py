@@ -1,0 +1,194 @@
+"""Frozen weights of several tensors behind one name, such as integers and their scales, held as one tensor of bytes.
+
+A plan lays out plain tensors. A quantized parameter of torchao (any subclass with ``__tensor_flatten__``, the protocol
+of torch.compile) or of bitsandbytes (4 bits) becomes a frozen parameter of bytes with the same name, which is sharded,
+sent and saved like any other. Whoever reads the module's attribute gets the quantized tensor, made of views of these
+bytes, so that the module computes what it did.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorshard.torch_private.modules import own_parameters, set_parameter
+
+_SPECS = "_quantized_parameters"  # in a module's __dict__: for each name of such a parameter, what it is made of
+_ALIGNMENT = 16  # of each part within the bytes: views of any type need a multiple of its size
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A tensor within the bytes."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def build(self, data: torch.Tensor) -> torch.Tensor:
+        size = self.shape.numel() * self.dtype.itemsize
+        return data[self.start : self.start + size].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _Flattened:
+    """A subclass with ``__tensor_flatten__``."""
+
+    kind: type[Any]
+    parts: Mapping[str, "_Plain | _Flattened"]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def build(self, data: torch.Tensor) -> torch.Tensor:
+        inner = {name: part.build(data) for name, part in self.parts.items()}
+        tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+        return tensor
+
+
+@dataclass(frozen=True)
+class _FourBits:
+    """A ``Params4bit`` of bitsandbytes, with the state that its operators read."""
+
+    kind: type[Any]
+    data: _Plain
+    attributes: Mapping[str, Any]
+    state: Any
+    parts: Mapping[tuple[str, ...], _Plain]
+    shape: torch.Size
+
+    def build(self, data: torch.Tensor) -> torch.Tensor:
+        made: Any = self.data.build(data)
+        if data.is_meta:  # its state has numbers that are read
+            return data
+        if type(data) is torch.Tensor:  # fake tensors are a subclass already, and have the attributes alone
+            made = made.as_subclass(self.kind)
+        state = copy.copy(self.state)
+        if getattr(state, "state2", None) is not None:
+            state.state2 = copy.copy(state.state2)
+        for path, part in self.parts.items():
+            owner = state if len(path) == 1 else getattr(state, path[0])
+            setattr(owner, path[-1], part.build(data))
+        made.__dict__.update(self.attributes, quant_state=state)
+        tensor: torch.Tensor = made
+        return tensor
+
+
+_Spec = _Plain | _Flattened | _FourBits
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` keeps several tensors behind one name."""
+    if isinstance(parameter, DTensor):
+        return False
+    return hasattr(parameter, "__tensor_flatten__") or type(parameter).__module__.startswith("bitsandbytes")
+
+
+def _is_known(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "__tensor_flatten__") or getattr(parameter, "quant_state", None) is not None
+
+
+def hold_as_bytes(model: nn.Module, *, frozen: bool = False) -> None:
+    """Replaces the frozen quantized parameters of `model`, at every place of each, by parameters of bytes.
+
+    Args:
+        model: gets other parameters and classes.
+        frozen: whether all parameters count as frozen.
+    """
+    made: dict[int, tuple[nn.Parameter, _Spec]] = {}
+    for module in model.modules():
+        for name, parameter in own_parameters(module).items():
+            if is_quantized(parameter) and (frozen or not parameter.requires_grad) and _is_known(parameter):
+                if id(parameter) not in made:
+                    made[id(parameter)] = _as_bytes(parameter)
+                data, spec = made[id(parameter)]
+                set_parameter(module, name, data)
+                specs = {**module.__dict__.get(_SPECS, {}), name: spec}
+                module.__dict__[_SPECS] = specs
+                module.__class__ = _class_with(_plain_class(type(module)), tuple(specs))
+
+
+def quantized_parameters(model: nn.Module) -> dict[str, _Spec]:
+    """What the quantized parameters that are held as bytes are made of, by their names in `model`."""
+    return {
+        f"{path}.{name}" if path else name: spec
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, spec in module.__dict__.get(_SPECS, {}).items()
+    }
+
+
+def holds_quantized(module: nn.Module) -> bool:
+    """Whether a parameter of `module` itself is held as bytes."""
+    return _SPECS in module.__dict__
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """`value` as it is held: the bytes of a quantized tensor, any other as it is."""
+    return _as_bytes(value)[0].data if is_quantized(value) else value
+
+
+def _as_bytes(tensor: torch.Tensor) -> tuple[nn.Parameter, _Spec]:
+    parts: list[torch.Tensor] = []
+    spec = _open(tensor, parts)
+    pieces = []
+    for part in parts:
+        data = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        pieces += [data, data.new_zeros(-len(data) % _ALIGNMENT)]
+    return nn.Parameter(torch.cat(pieces), requires_grad=False), spec
+
+
+def _open(tensor: Any, parts: list[torch.Tensor]) -> Any:
+    """What `tensor` is made of. Its plain tensors are added to `parts`."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: _open(getattr(tensor, name), parts) for name in names}
+        return _Flattened(type(tensor), inner, context, tensor.shape, tensor.stride())
+    if getattr(tensor, "quant_state", None) is not None:
+        state, found = tensor.quant_state, {}
+        data = _open(tensor.data.as_subclass(torch.Tensor), parts)
+        for path, held in (((), state), (("state2",), getattr(state, "state2", None))):
+            for name, value in vars(held).items() if held is not None else ():
+                if isinstance(value, torch.Tensor):
+                    found[*path, name] = _open(value, parts)
+        attributes = {name: value for name, value in vars(tensor).items() if name != "quant_state"}
+        return _FourBits(type(tensor), data, attributes, state, found, tensor.shape)
+    start = sum(math.ceil(part.nbytes / _ALIGNMENT) * _ALIGNMENT for part in parts)
+    parts.append(tensor)
+    return _Plain(start, tensor.dtype, tensor.shape)
+
+
+class _HoldsBytes:
+    """In the bases of the classes that :func:`_class_with` makes."""
+
+
+@cache
+def _class_with(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """`kind`, whose attributes `names` are quantized tensors made of this module's bytes."""
+    attributes: dict[str, Any] = {name: property(partial(_built, name=name)) for name in names}
+    attributes["__module__"] = kind.__module__
+    attributes["__qualname__"] = kind.__qualname__
+    return type(kind.__name__, (_HoldsBytes, kind), attributes)
+
+
+def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind` before :func:`_class_with`."""
+    if _HoldsBytes not in kind.__bases__:
+        return kind
+    plain: type[nn.Module] = kind.__bases__[1]
+    return plain
+
+
+def _built(module: nn.Module, *, name: str) -> torch.Tensor | None:
+    data = own_parameters(module).get(name)
+    if data is None or isinstance(data, DTensor):  # another stage's; a shard, outside of forward
+        return data
+    if data.storage_offset() % _ALIGNMENT:
+        data = data.clone()
+    built: torch.Tensor = module.__dict__[_SPECS][name].build(data.detach())
+    return built
