@@ -10,11 +10,15 @@ from torch import nn
 
 import tensorshard as ts
 from parity import assert_same_state
+from tensorshard.checkpoint.export import export_checkpoint
 from tensorshard.comm.sharding import to_local
+from tensorshard.model.quantized import as_bytes
 from tensorshard.weights.files.checkpoint_files import open_checkpoint
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+torchao = pytest.importorskip("torchao.quantization")
+PerGroup = torchao.granularity.PerGroup
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 VOCABULARY, STEPS = 64, 4
@@ -134,8 +138,21 @@ def _experts() -> nn.Module:
     return _lora(mixtral(), target_parameters=parameters)
 
 
+def _quantized(model: nn.Module, config: Any) -> nn.Module:
+    torchao.quantize_(model, config)
+    return model
+
+
+def _int8(model: nn.Module, first: int) -> nn.Module:
+    _quantized(model[first:].requires_grad_(False), torchao.Int8WeightOnlyConfig())
+    return model
+
+
+_INT4 = torchao.IntxWeightOnlyConfig(torch.int4, granularity=PerGroup(16))
+_ALL_LINEAR = "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: _lora(llama(), "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
+    "linear": lambda: _lora(llama(), *_ALL_LINEAR),
     "embedding": lambda: _lora(llama(), "embed_tokens", "q_proj"),
     "Conv1D": lambda: _lora(gpt2(), "c_attn", "c_proj", "c_fc", fan_in_fan_out=True),
     "experts": _experts,
@@ -152,6 +169,10 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "several": _several,
     "two at once": _two_at_once,
     "merged": _merged,
+    "int8": lambda: _lora(_quantized(llama(), torchao.Int8WeightOnlyConfig()), *_ALL_LINEAR),
+    "int8 DoRA": lambda: _lora(_quantized(llama(), torchao.Int8WeightOnlyConfig()), *_ALL_LINEAR, use_dora=True),
+    "int4": lambda: _lora(_quantized(llama(), _INT4), *_ALL_LINEAR),
+    "float8": lambda: _lora(_quantized(llama(), torchao.Float8WeightOnlyConfig()), *_ALL_LINEAR),
     "by hand": lambda: _by_hand(_ByHand),
     "by hand of linears": lambda: _by_hand(_ByHandOfLinears),
 }
@@ -211,7 +232,7 @@ def alone(kind: str) -> tuple[list[float], nn.Module, dict[str, torch.Tensor]]:
 
 
 # What no plan can split along a sequence is refused by name.
-WITHOUT_SEQUENCES = ("experts", "prefix")
+WITHOUT_SEQUENCES = ("experts", "prefix", "int8", "int8 DoRA", "int4", "float8")
 
 
 @pytest.mark.slow
@@ -239,9 +260,10 @@ def test_every_kind_under_every_plan(ranks, kind, plan):
     results = ranks(2, _train, kind, PLANS[plan])
     losses, state, whole = results[0]
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
-    assert_same_state(state, model.state_dict(), 1e-5)
+    found, last = ({name: as_bytes(value) for name, value in of.items()} for of in (state, model.state_dict()))
+    assert_same_state(found, last, 1e-5)
     for name, value in before.items():
-        assert torch.equal(state[name], value), name
+        assert type(state[name]) is type(value) and torch.equal(found[name], as_bytes(value)), name
     for name in whole.keys() & results[1][2].keys():
         assert torch.equal(whole[name], results[1][2][name]), name
 
@@ -432,15 +454,44 @@ def test_a_base_of_integers_in_buffers(ranks, plan):
     assert all(torch.equal(found[name], value) for name, value in state.items() if name.endswith("integers"))
 
 
-class _Quantized(nn.Parameter):
-    """In place of what torchao makes of a weight."""
+def _saving_quantized(path: str) -> tuple[list[str], list[tuple[str, tuple[int, ...]]]]:
+    """What is refused, and the bytes of a rank's weights at ZeRO 3."""
+    engine = _engine(made("int8"), dict(zero=3))
+    _steps(engine, range(1))
+    engine.save(f"{path}/checkpoint")
+    held = [(str(p.dtype), tuple(to_local(p).shape)) for n, p in engine.model.named_parameters() if "base_layer" in n]
+    engine.save_pretrained(f"{path}/adapters", adapters_only=True)
+    said = []
+    for kind in ("float8", "linear"):
+        other = _engine(made(kind), dict(zero=1))
+        with pytest.raises(ValueError) as refusal:
+            other.load(f"{path}/checkpoint")
+        said.append(str(refusal.value))
+    plain = ts.parallelize(_int8(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1), **ENGINE)
+    with pytest.raises(ValueError) as refusal:
+        plain.save_pretrained(f"{path}/weights")
+    return [*said, str(refusal.value)], held
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["integers", "scale"], None
+
+ENGINE: dict[str, Any] = dict(plan=ts.Plan(zero=1), optimizer=ADAMW, loss_fn=nn.functional.mse_loss)
 
 
-def test_tensors_that_are_quantized_are_refused_by_name():
-    layer = nn.Linear(4, 4)
-    layer.weight = _Quantized(torch.ones(4, 4), requires_grad=False)
-    with pytest.raises(ValueError, match=r"parameter 'weight' is a _Quantized.*or hold integers and scales in buffers"):
-        ts.parallelize(layer, ts.Plan(), optimizer=ADAMW, loss_fn=loss_fn)
+def test_quantized_weights_in_files(ranks, tmp_path):
+    (other, plain, written), held = ranks(2, _saving_quantized, str(tmp_path))[0]
+    assert "is Int8Tensor(qdata int8 [32, 32], scale float32 [32, 1]" in other and "Float8Tensor(" in other
+    assert "and not quantized in the model" in plain
+    assert (
+        "engine.save_pretrained was called for a model of which 1 weights are quantized, such as '1.weight'" in written
+    )
+    # 32 x 32 integers, and for each row a scale in fp32 and a zero point in 8 bits, halved
+    assert ("torch.uint8", ((32 * 32 + 32 * 4 + 32) // 2,)) in held and {dtype for dtype, _ in held} == {"torch.uint8"}
+    with pytest.raises(ValueError, match="an export was called for a model of which 15 weights are quantized"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "weights")
+
+
+def test_quantized_weights_that_no_plan_takes():
+    trained = _int8(nn.Sequential(nn.Linear(4, 4)), 0).requires_grad_(True)
+    with pytest.raises(
+        ValueError, match=r"parameter '0.weight' is a[n]? Int8Tensor.*freeze it with requires_grad_\(False\)"
+    ):
+        ts.parallelize(trained, **ENGINE)

@@ -10,6 +10,7 @@ import torch
 
 from tensorshard.common.folders import WholeFolder
 from tensorshard.common.uploads import UploadedFolder
+from tensorshard.model.quantized import refuse_export
 from tensorshard.weights.files.checkpoint_files import CheckpointWeights
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, export_all, model_from_configs, weights_folder
 from tensorshard.weights.files.weight_files import open_weight_files
@@ -39,11 +40,12 @@ def export_checkpoint(
         FileNotFoundError: `checkpoint` is not a checkpoint.
         FileExistsError: `target` is there already, and must not be replaced.
         ValueError: `to` is something else; `max_shard_size` is not a size, or `dtype` not a floating-point type; the
-            checkpoint is damaged.
+            checkpoint is damaged, or has quantized weights.
     """
     if to not in ("hf", "torch"):
         raise ValueError(f"to={to!r} was given; it must be 'hf' or 'torch'")
     weights = CheckpointWeights(checkpoint)
+    refuse_export(weights.document.get("quantized", {}), "an export")
     layouts = {name: weights.layout(name) for name in weights}
     tensors = ((name, weights[name]) for name in weights)
     if to == "hf":

@@ -18,6 +18,7 @@ from tensorshard.checkpoint.imported import fit_optimizer, fit_weights, why_othe
 from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.model.quantized import quantized_parameters
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.storage import TemporaryCopy
@@ -105,7 +106,16 @@ class WeightsPart(Part):
         self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def entries(self) -> dict[str, Any]:
-        return {"aliases": {name: first for name, first in self._sharded.aliases().items() if name != first}}
+        entries: dict[str, Any] = {
+            "aliases": {name: first for name, first in self._sharded.aliases().items() if name != first}
+        }
+        if quantized := self._quantized():
+            entries["quantized"] = quantized
+        return entries
+
+    def _quantized(self) -> dict[str, str]:
+        """What quantized weights, which are saved as bytes, are made of."""
+        return {name: str(kind) for name, kind in quantized_parameters(self._sharded.structure).items()}
 
     def gather(self, entries: dict[str, Any]) -> dict[str, Any]:
         """`entries` with the reference to the base, which is not saved."""
@@ -157,6 +167,14 @@ class WeightsPart(Part):
             reasons.append(f"it has {len(unknown)} that the model does not have, such as {unknown[0]}")
         if reasons:
             raise ValueError(f"{stored.source} is a checkpoint of another model: {'; '.join(reasons)}")
+        then_quantized, quantized = stored.document.get("quantized", {}), self._quantized()
+        for name in then_quantized.keys() | quantized.keys():
+            if then_quantized.get(name) != quantized.get(name):
+                raise ValueError(
+                    f"{stored.source} is a checkpoint of another model: the weight {name!r} is "
+                    f"{then_quantized.get(name, 'not quantized')} in it and {quantized.get(name, 'not quantized')} in "
+                    f"the model; quantize the model as it was, or take the values from the weights that it was made of"
+                )
         for key, shape in shapes.items():
             then = tuple(there[key].size if key in there else base[key]["shape"])
             if then != tuple(shape):

@@ -25,6 +25,7 @@ from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.optimizer import StepCounter
 from tensorshard.engine.owners import Owners
 from tensorshard.engine.random_streams import RandomStreams
+from tensorshard.model.quantized import quantized_parameters, refuse_export
 from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -328,7 +329,7 @@ class StateMethods:
             FileExistsError: `path` is there already, and is not an empty directory: without `overwrite`, or it has no
                 weights. Nothing was written.
             ValueError: `max_shard_size` is not a size, or `dtype` is not a floating-point type; or the model has no
-                adapters of peft, with `adapters_only`.
+                adapters of peft, with `adapters_only`; or it has quantized weights, and no adapters of peft.
         """
         with explained("engine.save_pretrained", self._watch), self.mesh.waiting_longer():
             self._finish_update()
@@ -444,6 +445,7 @@ def _write_pretrained(
                 f"model of peft (peft.get_peft_model makes one); engine.save(path, trained_only=True) writes the "
                 f"trained parameters of any model, engine.save_pretrained(path) all weights"
             )
+        refuse_export(quantized_parameters(sharded.structure), "engine.save_pretrained")
         export = Export(path, sharded.structure, layouts, **options)
 
     decide_once(begin, mesh.world_group)

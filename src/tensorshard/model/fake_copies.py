@@ -10,6 +10,7 @@ from torch import nn
 from tensorshard.model.buffers import STATISTICS
 from tensorshard.model.copies import copy_module
 from tensorshard.model.global_state import restored_globals
+from tensorshard.model.quantized import hold_as_bytes, is_quantized
 from tensorshard.model.special_layers import use_placeholder_outputs
 from tensorshard.model.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
@@ -37,11 +38,15 @@ _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 def copy_with(module: _Module, tensor_for: Callable[[str, torch.Tensor], torch.Tensor]) -> _Module:
     """A deep copy of `module` in which ``tensor_for(name, tensor)`` replaces each parameter and buffer.
 
-    Ties are kept: for a tensor with several names, `tensor_for` is called once, with the first.
+    Ties are kept: for a tensor with several names, `tensor_for` is called once, with the first. Quantized tensors, of
+    several behind one name, are those of `module`.
     """
     memo: dict[int, torch.Tensor] = {}
     for named in (module.named_parameters(), module.named_buffers()):
         for name, tensor in named:
+            if is_quantized(tensor):
+                memo[id(tensor)] = tensor
+                continue
             value = tensor_for(name, tensor)
             memo[id(tensor)] = (
                 nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -63,6 +68,9 @@ def make_fake_copy(model: _Module, fake: FakeTensorMode, device: torch.device, *
         return _sample(tensor, fake, device, values=values and not isinstance(tensor, nn.Parameter))
 
     copied = copy_with(model, value)
+    hold_as_bytes(
+        copied, empty=lambda size: value("", nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False))
+    )
     keep_padding(copied)
     return copied
 

@@ -8,7 +8,7 @@ bytes, so that the module computes what it did.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -31,6 +31,9 @@ class _Plain:
     dtype: torch.dtype
     shape: torch.Size
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
     def build(self, data: torch.Tensor) -> torch.Tensor:
         size = self.shape.numel() * self.dtype.itemsize
         return data[self.start : self.start + size].view(self.dtype).view(self.shape)
@@ -45,6 +48,9 @@ class _Flattened:
     context: Any
     shape: torch.Size
     stride: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}({', '.join(f'{name} {part}' for name, part in self.parts.items())})"
 
     def build(self, data: torch.Tensor) -> torch.Tensor:
         inner = {name: part.build(data) for name, part in self.parts.items()}
@@ -63,6 +69,10 @@ class _FourBits:
     parts: Mapping[tuple[str, ...], _Plain]
     shape: torch.Size
 
+    def __str__(self) -> str:
+        parts = (f"{'.'.join(path)} {part}" for path, part in self.parts.items())
+        return f"{self.kind.__name__}({', '.join([f'data {self.data}', *parts])})"
+
     def build(self, data: torch.Tensor) -> torch.Tensor:
         made: Any = self.data.build(data)
         if data.is_meta:  # its state has numbers that are read
@@ -80,7 +90,8 @@ class _FourBits:
         return tensor
 
 
-_Spec = _Plain | _Flattened | _FourBits
+Quantized = _Plain | _Flattened | _FourBits
+"""What a quantized parameter is made of: ``str`` describes it, and ``build(data)`` makes it of its bytes."""
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
@@ -94,19 +105,22 @@ def _is_known(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "__tensor_flatten__") or getattr(parameter, "quant_state", None) is not None
 
 
-def hold_as_bytes(model: nn.Module, *, frozen: bool = False) -> None:
+def hold_as_bytes(
+    model: nn.Module, *, frozen: bool = False, empty: Callable[[int], torch.Tensor] | None = None
+) -> None:
     """Replaces the frozen quantized parameters of `model`, at every place of each, by parameters of bytes.
 
     Args:
         model: gets other parameters and classes.
         frozen: whether all parameters count as frozen.
+        empty: makes a tensor of so many bytes, for a copy that has no values; None to copy the values.
     """
-    made: dict[int, tuple[nn.Parameter, _Spec]] = {}
+    made: dict[int, tuple[nn.Parameter, Quantized]] = {}
     for module in model.modules():
         for name, parameter in own_parameters(module).items():
             if is_quantized(parameter) and (frozen or not parameter.requires_grad) and _is_known(parameter):
                 if id(parameter) not in made:
-                    made[id(parameter)] = _as_bytes(parameter)
+                    made[id(parameter)] = _as_bytes(parameter, empty)
                 data, spec = made[id(parameter)]
                 set_parameter(module, name, data)
                 specs = {**module.__dict__.get(_SPECS, {}), name: spec}
@@ -114,7 +128,7 @@ def hold_as_bytes(model: nn.Module, *, frozen: bool = False) -> None:
                 module.__class__ = _class_with(_plain_class(type(module)), tuple(specs))
 
 
-def quantized_parameters(model: nn.Module) -> dict[str, _Spec]:
+def quantized_parameters(model: nn.Module) -> dict[str, "Quantized"]:
     """What the quantized parameters that are held as bytes are made of, by their names in `model`."""
     return {
         f"{path}.{name}" if path else name: spec
@@ -128,14 +142,37 @@ def holds_quantized(module: nn.Module) -> bool:
     return _SPECS in module.__dict__
 
 
+def refuse_export(names: Collection[str], call: str) -> None:
+    """Refuses to write weights for other programs that are quantized.
+
+    Args:
+        names: of quantized parameters.
+        call: what was called.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if names:
+        raise ValueError(
+            f"{call} was called for a model of which {len(names)} weights are quantized, such as "
+            f"{next(iter(names))!r}, and files of safetensors hold plain tensors: write the adapters alone "
+            f"(engine.save_pretrained(adapters_only=True) for a model of peft), or torch.save what "
+            f"engine.full_state_dict() returns on rank 0, which has the quantized tensors"
+        )
+
+
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
     """`value` as it is held: the bytes of a quantized tensor, any other as it is."""
     return _as_bytes(value)[0].data if is_quantized(value) else value
 
 
-def _as_bytes(tensor: torch.Tensor) -> tuple[nn.Parameter, _Spec]:
+def _as_bytes(
+    tensor: torch.Tensor, empty: Callable[[int], torch.Tensor] | None = None
+) -> tuple[nn.Parameter, Quantized]:
     parts: list[torch.Tensor] = []
     spec = _open(tensor, parts)
+    if empty is not None:
+        return nn.Parameter(empty(sum(_aligned(part.nbytes) for part in parts)), requires_grad=False), spec
     pieces = []
     for part in parts:
         data = part.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -158,9 +195,13 @@ def _open(tensor: Any, parts: list[torch.Tensor]) -> Any:
                     found[*path, name] = _open(value, parts)
         attributes = {name: value for name, value in vars(tensor).items() if name != "quant_state"}
         return _FourBits(type(tensor), data, attributes, state, found, tensor.shape)
-    start = sum(math.ceil(part.nbytes / _ALIGNMENT) * _ALIGNMENT for part in parts)
+    start = sum(_aligned(part.nbytes) for part in parts)
     parts.append(tensor)
     return _Plain(start, tensor.dtype, tensor.shape)
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
 
 
 class _HoldsBytes:
