@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,8 +18,6 @@ from tensorshard.weights.files.checkpoint_files import open_checkpoint
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-torchao = pytest.importorskip("torchao.quantization")
-PerGroup = torchao.granularity.PerGroup
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 VOCABULARY, STEPS = 64, 4
@@ -138,17 +137,68 @@ def _experts() -> nn.Module:
     return _lora(mixtral(), target_parameters=parameters)
 
 
-def _quantized(model: nn.Module, config: Any) -> nn.Module:
-    torchao.quantize_(model, config)
+class Integers(torch.Tensor):
+    """A weight of integers and scales, with the protocol that torchao's have."""
+
+    @staticmethod
+    def __new__(cls, integers: torch.Tensor, scale: torch.Tensor) -> "Integers":
+        shape = integers.shape
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype, device=scale.device)
+
+    def __init__(self, integers: torch.Tensor, scale: torch.Tensor) -> None:
+        self.integers, self.scale = integers, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["integers", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> "Integers":
+        return cls(**inner)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, bias = (*args, None)[:3]
+            return nn.functional.linear(x, weight.integers.to(x.dtype) * weight.scale.to(x.dtype), bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(func(args[0].integers), func(args[0].scale))
+        raise NotImplementedError(f"{func} of integers")
+
+
+def quantized(model: nn.Module, levels: int = 127) -> nn.Module:
+    """`model`, the weights of whose linear layers are integers."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            scale = module.weight.detach().abs().amax(1, keepdim=True) / levels
+            weight = Integers((module.weight.detach() / scale).round().to(torch.int8), scale)
+            module.weight = nn.Parameter(weight, requires_grad=False)
     return model
 
 
-def _int8(model: nn.Module, first: int) -> nn.Module:
-    _quantized(model[first:].requires_grad_(False), torchao.Int8WeightOnlyConfig())
+def _on_integers(levels: int = 127) -> nn.Module:
+    torch.manual_seed(1)
+    model = llama().requires_grad_(False)
+    for layer in quantized(model.model, levels).layers:
+        for name in ("q_proj", "o_proj"):
+            setattr(layer.self_attn, name, _ByHandOfLinears(getattr(layer.self_attn, name)))
     return model
 
 
-_INT4 = torchao.IntxWeightOnlyConfig(torch.int4, granularity=PerGroup(16))
+def _of_torchao(name: str, **fields: Any) -> nn.Module:
+    """LoRA on what torchao quantizes."""
+    from torchao import quantization
+
+    config = getattr(quantization, name)
+    more = {"weight_dtype": torch.int4, "granularity": quantization.granularity.PerGroup(16)} if "Intx" in name else {}
+    model = llama()
+    quantization.quantize_(model.model, config(**more))
+    return _lora(model, *_ALL_LINEAR, **fields)
+
+
 _ALL_LINEAR = "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -169,13 +219,18 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "several": _several,
     "two at once": _two_at_once,
     "merged": _merged,
-    "int8": lambda: _lora(_quantized(llama(), torchao.Int8WeightOnlyConfig()), *_ALL_LINEAR),
-    "int8 DoRA": lambda: _lora(_quantized(llama(), torchao.Int8WeightOnlyConfig()), *_ALL_LINEAR, use_dora=True),
-    "int4": lambda: _lora(_quantized(llama(), _INT4), *_ALL_LINEAR),
-    "float8": lambda: _lora(_quantized(llama(), torchao.Float8WeightOnlyConfig()), *_ALL_LINEAR),
+    "integers": _on_integers,
     "by hand": lambda: _by_hand(_ByHand),
     "by hand of linears": lambda: _by_hand(_ByHandOfLinears),
 }
+
+if find_spec("torchao") is not None:
+    KINDS |= {
+        "int8": lambda: _of_torchao("Int8WeightOnlyConfig"),
+        "int8 DoRA": lambda: _of_torchao("Int8WeightOnlyConfig", use_dora=True),
+        "int4": lambda: _of_torchao("IntxWeightOnlyConfig"),
+        "float8": lambda: _of_torchao("Float8WeightOnlyConfig"),
+    }
 
 PLANS: dict[str, dict[str, Any]] = {
     "zero0": dict(),
@@ -232,7 +287,7 @@ def alone(kind: str) -> tuple[list[float], nn.Module, dict[str, torch.Tensor]]:
 
 
 # What no plan can split along a sequence is refused by name.
-WITHOUT_SEQUENCES = ("experts", "prefix", "int8", "int8 DoRA", "int4", "float8")
+WITHOUT_SEQUENCES = ("experts", "prefix", "integers", "int8", "int8 DoRA", "int4", "float8")
 
 
 @pytest.mark.slow
@@ -248,7 +303,7 @@ def test_attention_of_a_mixture_whose_experts_are_split(ranks, fields):
         assert name not in whole or ".experts." not in name
 
 
-@pytest.mark.fast_cases("linear-zero3", "experts-zero1", "IA3-tp", "several-pp")
+@pytest.mark.fast_cases("linear-zero3", "experts-zero1", "IA3-tp", "several-pp", "integers-zero3")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_under_every_plan(ranks, kind, plan):
@@ -454,44 +509,62 @@ def test_a_base_of_integers_in_buffers(ranks, plan):
     assert all(torch.equal(found[name], value) for name, value in state.items() if name.endswith("integers"))
 
 
-def _saving_quantized(path: str) -> tuple[list[str], list[tuple[str, tuple[int, ...]]]]:
-    """What is refused, and the bytes of a rank's weights at ZeRO 3."""
-    engine = _engine(made("int8"), dict(zero=3))
+def _saving_quantized(path: str) -> tuple[list[str], set[tuple[str, tuple[int, ...]]]]:
+    """What is refused, and types and shapes of what a rank has of the weights at ZeRO 3."""
+    engine = _engine(_on_integers(), dict(zero=3))
     _steps(engine, range(1))
     engine.save(f"{path}/checkpoint")
-    held = [(str(p.dtype), tuple(to_local(p).shape)) for n, p in engine.model.named_parameters() if "base_layer" in n]
-    engine.save_pretrained(f"{path}/adapters", adapters_only=True)
+    named = engine.model.named_parameters()
+    held = {(str(p.dtype), tuple(to_local(p).shape)) for name, p in named if name.endswith("mlp.up_proj.weight")}
+    weight = engine.full_state_dict().get("model.layers.0.mlp.up_proj.weight")
+    assert weight is None or type(weight) is Integers
     said = []
-    for kind in ("float8", "linear"):
-        other = _engine(made(kind), dict(zero=1))
+    other = quantized(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    other[1] = nn.Linear(4, 4)
+    calls: list[Callable[[], Any]] = [
+        lambda: _engine(llama(), dict(zero=1)).load(f"{path}/checkpoint"),
+        lambda: ts.parallelize(other, **ENGINE).save_pretrained(f"{path}/weights"),
+    ]
+    for call in calls:
         with pytest.raises(ValueError) as refusal:
-            other.load(f"{path}/checkpoint")
+            call()
         said.append(str(refusal.value))
-    plain = ts.parallelize(_int8(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1), **ENGINE)
-    with pytest.raises(ValueError) as refusal:
-        plain.save_pretrained(f"{path}/weights")
-    return [*said, str(refusal.value)], held
+    return said, held
 
 
 ENGINE: dict[str, Any] = dict(plan=ts.Plan(zero=1), optimizer=ADAMW, loss_fn=nn.functional.mse_loss)
 
 
 def test_quantized_weights_in_files(ranks, tmp_path):
-    (other, plain, written), held = ranks(2, _saving_quantized, str(tmp_path))[0]
-    assert "is Int8Tensor(qdata int8 [32, 32], scale float32 [32, 1]" in other and "Float8Tensor(" in other
-    assert "and not quantized in the model" in plain
-    assert (
-        "engine.save_pretrained was called for a model of which 1 weights are quantized, such as '1.weight'" in written
-    )
-    # 32 x 32 integers, and for each row a scale in fp32 and a zero point in 8 bits, halved
-    assert ("torch.uint8", ((32 * 32 + 32 * 4 + 32) // 2,)) in held and {dtype for dtype, _ in held} == {"torch.uint8"}
-    with pytest.raises(ValueError, match="an export was called for a model of which 15 weights are quantized"):
+    (plain, written), held = ranks(2, _saving_quantized, str(tmp_path))[0]
+    assert "is a checkpoint of another model" in plain
+    assert "save_pretrained was called for a model of which 1 weights are quantized, such as '0.weight'" in written
+    assert held == {("torch.uint8", ((64 * 32 + 64 * 4) // 2,))}  # integers of 64 x 32, and for each row a scale
+    with pytest.raises(ValueError, match="an export was called for a model of which 14 weights are quantized"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "weights")
 
 
+def _loading_quantized(path: str) -> list[float]:
+    engine = _engine(_on_integers(), dict(zero=3))
+    _steps(engine, range(1))
+    engine.save(path)
+    other = _engine(_on_integers(levels=63), dict(tp=2))
+    other.load(path)
+    share, whole = tokens(1)[engine.mesh.dp_rank :: 2], tokens(1)
+    return [
+        engine.step({"input_ids": share[:, :-1]}, share[:, 1:]).item(),
+        other.step({"input_ids": whole[:, :-1]}, whole[:, 1:]).item(),
+    ]
+
+
+def test_quantized_weights_are_read_under_another_plan(ranks, tmp_path):
+    loss, other = ranks(2, _loading_quantized, str(tmp_path / "checkpoint"))[0]
+    assert other == pytest.approx(loss, rel=1e-5)
+
+
 def test_quantized_weights_that_no_plan_takes():
-    trained = _int8(nn.Sequential(nn.Linear(4, 4)), 0).requires_grad_(True)
-    with pytest.raises(
-        ValueError, match=r"parameter '0.weight' is a[n]? Int8Tensor.*freeze it with requires_grad_\(False\)"
-    ):
+    trained = quantized(nn.Sequential(nn.Linear(4, 4)))
+    trained[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is .*Integers.*freeze it with requires_grad_"):
         ts.parallelize(trained, **ENGINE)
+    assert isinstance(trained[0].weight, Integers)

@@ -125,7 +125,8 @@ def hold_as_bytes(
                 set_parameter(module, name, data)
                 specs = {**module.__dict__.get(_SPECS, {}), name: spec}
                 module.__dict__[_SPECS] = specs
-                module.__class__ = _class_with(_plain_class(type(module)), tuple(specs))
+                kind: Any = _plain_class(type(module))
+                module.__class__ = _class_with(kind, tuple(specs))
 
 
 def quantized_parameters(model: nn.Module) -> dict[str, "Quantized"]:
@@ -226,7 +227,7 @@ def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _built(module: nn.Module, *, name: str) -> torch.Tensor | None:
-    data = own_parameters(module).get(name)
+    data: torch.Tensor | None = own_parameters(module).get(name)
     if data is None or isinstance(data, DTensor):  # another stage's; a shard, outside of forward
         return data
     if data.storage_offset() % _ALIGNMENT:
