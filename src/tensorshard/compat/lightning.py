@@ -54,6 +54,7 @@ class TensorshardStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """
 
     strategy_name = "tensorshard"
+    optimizers: list[Any]
 
     def __init__(self, plan: Plan | str | os.PathLike[str] | None = None, **options: Any) -> None:
         self.plan = given_plan(plan)
