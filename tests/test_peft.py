@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 VOCABULARY, STEPS = 64, 4
+ENGINE: dict[str, Any] = dict(plan=ts.Plan(zero=1), optimizer=ADAMW, loss_fn=nn.functional.mse_loss)
 
 
 def llama(dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
@@ -530,9 +531,6 @@ def _saving_quantized(path: str) -> tuple[list[str], set[tuple[str, tuple[int, .
             call()
         said.append(str(refusal.value))
     return said, held
-
-
-ENGINE: dict[str, Any] = dict(plan=ts.Plan(zero=1), optimizer=ADAMW, loss_fn=nn.functional.mse_loss)
 
 
 def test_quantized_weights_in_files(ranks, tmp_path):

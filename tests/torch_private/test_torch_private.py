@@ -29,6 +29,7 @@ _PRIVATE = "torch_private"
 
 # (file, name): why it is no use of torch.
 _OF_ACCELERATE = "of Accelerate, whose classes the file extends"
+_OF_LIGHTNING = "of Lightning, whose Strategy the file extends"
 _OF_TRANSFORMERS = "of transformers, whose Trainer the file extends"
 _EXCEPTIONS = {
     ("cli.py", "_actions"): "of argparse, which has no public list of a parser's options",
@@ -38,6 +39,9 @@ _EXCEPTIONS = {
     ("compat/accelerate.py", "_dataloaders"): _OF_ACCELERATE,
     ("compat/accelerate.py", "_save_model_state_pre_hook"): _OF_ACCELERATE,
     ("compat/accelerate.py", "_load_model_state_pre_hook"): _OF_ACCELERATE,
+    ("compat/lightning.py", "_forward_redirection"): _OF_LIGHTNING,
+    ("compat/lightning.py", "_should_accumulate"): _OF_LIGHTNING,
+    ("compat/lightning.py", "_wrap_closure"): _OF_LIGHTNING,
     ("compat/transformers.py", "_n_gpu"): _OF_TRANSFORMERS,
     ("compat/transformers.py", "_set_signature_columns_if_needed"): _OF_TRANSFORMERS,
     ("compat/transformers.py", "_remove_unused_columns"): _OF_TRANSFORMERS,
@@ -258,6 +262,8 @@ def test_our_own_names_are_no_use(source):
 
 
 _METHODS = (FunctionType, classmethod, staticmethod, property)
+# Modules for a package that the tests do not install.
+_NEEDS = {"tensorshard.compat.lightning": "lightning", "tensorshard.compat.trl": "trl"}
 
 
 def test_no_class_of_ours_overrides_a_private_method_of_torch():
@@ -266,7 +272,7 @@ def test_no_class_of_ours_overrides_a_private_method_of_torch():
     for name in modules:
         if name.startswith(f"tensorshard.{_PRIVATE}") or name.endswith("__main__"):
             continue
-        if name == "tensorshard.compat.trl" and importlib.util.find_spec("trl") is None:
+        if name in _NEEDS and importlib.util.find_spec(_NEEDS[name]) is None:
             continue
         for cls in vars(importlib.import_module(name)).values():
             if not isinstance(cls, type) or cls.__module__ != name:

@@ -106,12 +106,9 @@ class WeightsPart(Part):
         self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def entries(self) -> dict[str, Any]:
-        entries: dict[str, Any] = {
-            "aliases": {name: first for name, first in self._sharded.aliases().items() if name != first}
-        }
-        if quantized := self._quantized():
-            entries["quantized"] = quantized
-        return entries
+        aliases = {name: first for name, first in self._sharded.aliases().items() if name != first}
+        quantized = self._quantized()
+        return {"aliases": aliases, **({"quantized": quantized} if quantized else {})}
 
     def _quantized(self) -> dict[str, str]:
         """What quantized weights, which are saved as bytes, are made of."""
@@ -168,7 +165,7 @@ class WeightsPart(Part):
         if reasons:
             raise ValueError(f"{stored.source} is a checkpoint of another model: {'; '.join(reasons)}")
         then_quantized, quantized = stored.document.get("quantized", {}), self._quantized()
-        for name in then_quantized.keys() | quantized.keys():
+        for name in {**then_quantized, **quantized}:
             if then_quantized.get(name) != quantized.get(name):
                 raise ValueError(
                     f"{stored.source} is a checkpoint of another model: the weight {name!r} is "

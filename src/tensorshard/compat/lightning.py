@@ -67,6 +67,7 @@ class TensorshardStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             )
         super().__init__(**options)
         self.engine: Engine | None = None
+        self._read_from: Path | None = None  # the Engine's folder of the checkpoint that is being read
 
     # -- the module --
 
@@ -158,14 +159,6 @@ class TensorshardStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     # -- a step --
 
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The Engine's backward. Lightning has divided the loss by the micro-batches of the step."""
-        engine, module = self._laid_out(), self.lightning_module
-        loss = self.precision_plugin.pre_backward(closure_loss, module)
-        last = not module.trainer.fit_loop._should_accumulate()
-        engine.backward(loss * engine.plan.micro_batches, last=last)
-        return self.precision_plugin.post_backward(loss, module)  # type: ignore[no-any-return, unused-ignore]
-
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Forward and backward of the step's last micro-batch, and the Engine's update."""
         found = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
@@ -242,11 +235,16 @@ class TensorshardStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
 
 class _Precision(Precision):  # type: ignore[misc, unused-ignore]
-    """Clips the norm of the whole gradient."""
+    """The Engine's backward and clipping, at the places where Lightning calls a precision's."""
 
     def __init__(self, strategy: TensorshardStrategy) -> None:
         super().__init__()
         self._strategy = strategy
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Lightning has divided the loss by the micro-batches of the step."""
+        engine = self._strategy._laid_out()
+        engine.backward(tensor * engine.plan.micro_batches, last=not model.trainer.fit_loop._should_accumulate())
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         if clip_val > 0:

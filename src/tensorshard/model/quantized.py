@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.common.dotted_names import join_names
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 _SPECS = "_quantized_parameters"  # in a module's __dict__: for each name of such a parameter, what it is made of
@@ -67,16 +68,15 @@ class _FourBits:
     attributes: Mapping[str, Any]
     state: Any
     parts: Mapping[tuple[str, ...], _Plain]
-    shape: torch.Size
 
     def __str__(self) -> str:
         parts = (f"{'.'.join(path)} {part}" for path, part in self.parts.items())
         return f"{self.kind.__name__}({', '.join([f'data {self.data}', *parts])})"
 
     def build(self, data: torch.Tensor) -> torch.Tensor:
-        made: Any = self.data.build(data)
         if data.is_meta:  # its state has numbers that are read
             return data
+        made: Any = self.data.build(data)
         if type(data) is torch.Tensor:  # fake tensors are a subclass already, and have the attributes alone
             made = made.as_subclass(self.kind)
         state = copy.copy(self.state)
@@ -96,12 +96,13 @@ Quantized = _Plain | _Flattened | _FourBits
 
 def is_quantized(parameter: torch.Tensor) -> bool:
     """Whether `parameter` keeps several tensors behind one name."""
+    return _is_known(parameter) or type(parameter).__module__.startswith("bitsandbytes")
+
+
+def _is_known(parameter: torch.Tensor) -> bool:
+    """Whether it can be opened. 8 bits of bitsandbytes, and 4 bits that are not yet on a device, cannot."""
     if isinstance(parameter, DTensor):
         return False
-    return hasattr(parameter, "__tensor_flatten__") or type(parameter).__module__.startswith("bitsandbytes")
-
-
-def _is_known(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "__tensor_flatten__") or getattr(parameter, "quant_state", None) is not None
 
 
@@ -118,7 +119,7 @@ def hold_as_bytes(
     made: dict[int, tuple[nn.Parameter, Quantized]] = {}
     for module in model.modules():
         for name, parameter in own_parameters(module).items():
-            if is_quantized(parameter) and (frozen or not parameter.requires_grad) and _is_known(parameter):
+            if _is_known(parameter) and (frozen or not parameter.requires_grad):
                 if id(parameter) not in made:
                     made[id(parameter)] = _as_bytes(parameter, empty)
                 data, spec = made[id(parameter)]
@@ -132,7 +133,7 @@ def hold_as_bytes(
 def quantized_parameters(model: nn.Module) -> dict[str, "Quantized"]:
     """What the quantized parameters that are held as bytes are made of, by their names in `model`."""
     return {
-        f"{path}.{name}" if path else name: spec
+        join_names(path, name): spec
         for path, module in model.named_modules(remove_duplicate=False)
         for name, spec in module.__dict__.get(_SPECS, {}).items()
     }
@@ -173,7 +174,7 @@ def _as_bytes(
     parts: list[torch.Tensor] = []
     spec = _open(tensor, parts)
     if empty is not None:
-        return nn.Parameter(empty(sum(_aligned(part.nbytes) for part in parts)), requires_grad=False), spec
+        return nn.Parameter(empty(_end(parts)), requires_grad=False), spec
     pieces = []
     for part in parts:
         data = part.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -195,14 +196,14 @@ def _open(tensor: Any, parts: list[torch.Tensor]) -> Any:
                 if isinstance(value, torch.Tensor):
                     found[*path, name] = _open(value, parts)
         attributes = {name: value for name, value in vars(tensor).items() if name != "quant_state"}
-        return _FourBits(type(tensor), data, attributes, state, found, tensor.shape)
-    start = sum(_aligned(part.nbytes) for part in parts)
+        return _FourBits(type(tensor), data, attributes, state, found)
     parts.append(tensor)
-    return _Plain(start, tensor.dtype, tensor.shape)
+    return _Plain(_end(parts[:-1]), tensor.dtype, tensor.shape)
 
 
-def _aligned(size: int) -> int:
-    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+def _end(parts: list[torch.Tensor]) -> int:
+    """Where the bytes of `parts`, each aligned, end."""
+    return sum(math.ceil(part.nbytes / _ALIGNMENT) * _ALIGNMENT for part in parts)
 
 
 class _HoldsBytes:
