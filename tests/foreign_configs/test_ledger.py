@@ -1,6 +1,7 @@
 """Configs of other programs: no key is silent, wrong ones are found, and the Plan is the one that was asked for."""
 
 import copy
+import json
 import math
 import random
 
@@ -182,6 +183,22 @@ def test_a_yaml_that_points_to_a_json(tmp_path):
     )
     ledger = read_file(tmp_path / "a.yaml")
     assert not ledger.refused and ledger.plan["zero"] == 1
+
+
+def test_a_deepspeed_file_beside_a_trainers_arguments(tmp_path):
+    theirs = {"zero_optimization": {"stage": 3}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps({**theirs, "train_micro_batch_size_per_gpu": "auto"}))
+    lines = ["stage: sft", "per_device_train_batch_size: 2", "max_grad_norm: 0.5", "deepspeed: ds.json"]
+    (tmp_path / "sft.yaml").write_text("\n".join(lines))
+    ledger = read_file(tmp_path / "sft.yaml", source="llama-factory", world_size=2)
+    assert not ledger.refused, ledger.describe()
+    assert ledger.plan["clip_grad_norm"] == 0.5 and ledger.settings["train.global_batch_size"] == 4
+    assert "deepspeed.train_micro_batch_size_per_gpu = auto: samples of a rank in a micro-batch=2" in ledger.describe()
+
+    (tmp_path / "ds.json").write_text(json.dumps({**theirs, "train_micro_batch_size_per_gpu": 4}))
+    ledger = read_file(tmp_path / "sft.yaml", source="llama-factory", world_size=2)
+    (refused,) = ledger.refused
+    assert refused.key == "deepspeed.train_micro_batch_size_per_gpu" and "says 2" in refused.text
 
 
 def test_the_command_writes_a_config_that_trains_once_it_is_filled(tmp_path, capsys):

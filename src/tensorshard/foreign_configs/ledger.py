@@ -44,11 +44,13 @@ class Rule:
         kind: bool, int, float, str, list, or the words it may be; None for anything.
         act: makes the entry's verdict and text, and may set ours.
         auto: what "auto" means there; None where it is not allowed.
+        target: the key of ours that it sets, if it sets one.
     """
 
     kind: Any
     act: "Callable[[Reading, Any], Outcome]"
     auto: Any = None
+    target: str = ""
 
 
 Table = Mapping[str, Rule]
@@ -67,12 +69,14 @@ class Reading:
         found: dotted keys of our config and their values.
         entries: the ledger.
         world_size: for how many processes, if that is known.
+        around: what the program that fills "auto" in was told, by keys of ours.
     """
 
     values: dict[str, Any]
     world_size: int | None = None
     found: dict[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
+    around: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The file's value at `key`; `default` where it has none, null or "auto"."""
@@ -104,7 +108,7 @@ def to(target: str, kind: Any, convert: Callable[[Any], Any] = lambda value: val
         reading.found[target] = convert(value)
         return TRANSLATED, f"{_ours(target)}={reading.found[target]}"
 
-    return Rule(kind, act, auto)
+    return Rule(kind, act, auto, target)
 
 
 _SETTLED = {
@@ -193,6 +197,9 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
     if value == {}:
         return NOT_NEEDED, "it is empty"
     if value == "auto" and rule.auto is not None and rule.kind is not None and "auto" not in _words(rule.kind):
+        if rule.target in reading.around:
+            verdict, text = rule.act(reading, reading.around[rule.target])
+            return verdict, f"{text} (auto: as the file around it says)"
         if isinstance(rule.auto, str) and " " in rule.auto:
             return NOT_NEEDED, f"auto: {rule.auto}"
         verdict, text = rule.act(reading, rule.auto)

@@ -1,5 +1,6 @@
 """axolotl's and LLaMA-Factory's YAML: both fill in transformers' TrainingArguments, and their own keys around these."""
 
+from dataclasses import replace
 from typing import Any
 
 from tensorshard.foreign_configs import deepspeed
@@ -291,6 +292,15 @@ LLAMA_FACTORY: Table = {
 }  # fmt: skip
 
 
+# Keys of a DeepSpeed file which the Trainer compares with its own arguments.
+_TWICE = {
+    "train_micro_batch_size_per_gpu": "batch.micro",
+    "gradient_accumulation_steps": "batch.accumulate",
+    "gradient_clipping": "train.plan.clip_grad_norm",
+    "optimizer.params.lr": "optimizer.lr",
+}
+
+
 def read(reading: Reading, table: Table, program: str, shape: str) -> None:
     """Follows `table`, and a DeepSpeed file that it points to; writes TrainingArguments' defaults out."""
     inner = "deepspeed."
@@ -298,13 +308,19 @@ def read(reading: Reading, table: Table, program: str, shape: str) -> None:
     reading.values = {key: value for key, value in reading.values.items() if not key.startswith(inner)}
     follow(table, reading, program)
     found = reading.found
+    micro = 8 if program == "LLaMA-Factory" else 1
     if ours:
-        apart = Reading(ours, reading.world_size)
+        apart = Reading(ours, reading.world_size, around={"batch.micro": micro, **found})
         deepspeed.read(apart)
-        auto = {key for key, value in ours.items() if value == "auto"}
-        kept = {key: value for key, value in apart.found.items() if key not in found or not auto}
-        found.update({key: value for key, value in kept.items() if key.startswith("train.plan") or key not in found})
-        reading.entries += apart.entries
+        entries = {entry.key: replace(entry, key=inner + entry.key) for entry in apart.entries}
+        for key, target in _TWICE.items():
+            if key in entries and target in found and apart.found[target] != found[target]:
+                text = f"the file around it says {found[target]}, and {program} refuses two values: write 'auto'"
+                entries[key] = replace(entries[key], verdict=REFUSED, text=text)
+        reading.entries += entries.values()
+        found.update(
+            {key: value for key, value in apart.found.items() if key.startswith("train.plan") or key not in found}
+        )
     reading.imply("max_grad_norm", "train.plan.clip_grad_norm", 1.0)
     reading.imply("fsdp", "train.plan.zero", 0, "whole replicas, as DDP has them")
     reading.imply("bf16", "train.plan.precision", "fp32")
@@ -315,7 +331,7 @@ def read(reading: Reading, table: Table, program: str, shape: str) -> None:
     reading.imply("learning_rate", "optimizer.lr", 5e-5)
     reading.imply("weight_decay", "optimizer.weight_decay", 0.0)
     reading.imply("lr_scheduler", "schedule.shape", shape)
-    reading.imply("batch size", "batch.micro", 8 if program == "LLaMA-Factory" else 1)
+    reading.imply("batch size", "batch.micro", micro)
     reading.imply("gradient_accumulation_steps", "batch.accumulate", 1)
     if "train.steps" not in found:
         found["train.steps"] = "???"
