@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sequence_parity import LAYOUTS, check_model
 from torch import nn
 
+from tensorshard.context_parallel import contiguous, zigzag
 from tensorshard.torch_private.recomputation import function_calls
 
 VOCABULARY, BATCH, LENGTH, WIDTH = 31, 2, 23, 16
@@ -72,12 +73,22 @@ def hidden(positions: torch.Tensor, mask: Any) -> torch.Tensor:
     return causal(positions)[None, None] & mask[:, None, None, :].bool()
 
 
+def hidden_by_the_lowest(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    """A query that sees no key sees all alike."""
+    shown = hidden(positions, mask) & (positions[:, None] - positions[None] < 9)
+    return torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, torch.finfo(torch.float64).min)
+
+
 def packed(positions: torch.Tensor, documents: Any) -> torch.Tensor:
     return causal(positions)[None, None] & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
 def windowed(positions: torch.Tensor, mask: Any) -> torch.Tensor:
     return causal(positions) & (positions[:, None] - positions[None] < 5)
+
+
+def near(positions: torch.Tensor, mask: Any) -> torch.Tensor:
+    return (positions[:, None] - positions[None]).abs() < 3
 
 
 def prefixed(positions: torch.Tensor, mask: Any) -> torch.Tensor:
@@ -152,6 +163,11 @@ MODULES: dict[str, Any] = {
     "padding right": lambda: (Attention(padded), {"mask": left_mask().flip(1)}),
     "a rank without tokens": lambda: (Attention(padded), {"mask": left_mask(samples=slice(None))}),
     "queries without keys": lambda: (Attention(hidden), {"mask": left_mask(samples=slice(None))}),
+    "queries without keys, by the lowest number": lambda: (
+        Attention(hidden_by_the_lowest), {"mask": left_mask(samples=slice(None))}
+    ),
+    "a query without keys in one sample": lambda: (Attention(hidden_by_the_lowest), {"mask": left_mask()}),
+    "near": lambda: (Attention(near), {}),
     "packed documents": lambda: (Attention(packed), {"mask": documents()}),
     "chunked": lambda: (Attention(chunked), {}),
     "sink": lambda: (Local(with_sink, sink=nn.Embedding(1, 1)), {}),
@@ -239,6 +255,39 @@ def test_usual_modules_need_no_whole_tensors(name):
     x = tokens()
     group = check_model(Body(middle), {"x": x, "y": x, **extra}, {"x": 1, "y": 1} | dict.fromkeys(extra, 1))
     assert not group.fallbacks
+
+
+class Twice(nn.Module):
+    """Two layers of attention with one mask."""
+
+    def __init__(self, mask_of: Any) -> None:
+        super().__init__()
+        self.layers, self.mask_of = nn.ModuleList([Attention(), Attention()]), mask_of
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        mask = self.mask_of(torch.arange(h.shape[1]), None)
+        for layer in self.layers:
+            h = layer(h, mask)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "layout", "positions"),
+    [
+        (near, contiguous, 2),
+        (near, zigzag, 4),  # it has 0 to 2 and 21 to 23, and gets 3, 4, 19 and 20
+        (lambda positions, mask: positions[:, None] // 6 == positions // 6, contiguous, 0),
+        (windowed, contiguous, 0),  # rank 0 has the first positions
+        (lambda positions, mask: positions[:, None] >= positions - 22, contiguous, 18),  # nearly all: so all
+    ],
+)
+def test_keys_and_values_travel_that_a_mask_shows(mask_of, layout, positions):
+    """What rank 0 of 4 gets for one layer: `positions` of keys and values for each sample, in fp64."""
+    torch.manual_seed(0)
+    x = torch.randint(0, VOCABULARY, (BATCH, 24))
+    group = check_model(Body(Twice(mask_of)), {"x": x, "y": x}, {"x": 1, "y": 1}, size=4, layout=layout)
+    assert group.received["attention"] == 2 * positions * BATCH * 2 * WIDTH * 8
+    assert group.calls["attention: which keys a mask shows"] == 1  # for both layers
 
 
 def test_an_unknown_operation_is_computed_on_whole_tensors_and_counted():

@@ -22,10 +22,12 @@ class Activation:
     Attributes:
         group: a ContextGroup.
         layouts: of the sequences that were cut for this code, by their lengths.
+        seen_keys: what attention has found in masks.
     """
 
     group: Any
     layouts: dict[int, Any] = field(default_factory=dict)
+    seen_keys: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -11,7 +11,8 @@ import torch
 from torch import arange  # torch.arange itself is replaced while a group is active
 from torch.nn.attention.bias import causal_lower_right
 
-from tensorshard.context_parallel.exchanges import fetch, tie, turn
+from tensorshard.context_parallel.active_groups import active
+from tensorshard.context_parallel.exchanges import fetch, stack_ranks, take, tie, turn
 from tensorshard.context_parallel.layout_changes import gathered, part_of
 from tensorshard.context_parallel.layouts import elsewhere
 from tensorshard.context_parallel.rule_table import Signature, rule
@@ -20,12 +21,20 @@ from tensorshard.context_parallel.rules.random_numbers import attention_dropout
 from tensorshard.context_parallel.sequence_layout import PositionLists, SequenceLayout
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.torch_private.autograd import are_saved_tensors_hooked
+from tensorshard.torch_private.fake_tensors import fake_device
+from tensorshard.torch_private.tensors import tensor_version
 
 _CALL = Signature(
     lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False: 0
 )
 _ROWS = 512
 """Causal attention is computed for so many queries at a time, each time with the keys up to the last of them."""
+_RUNS = 8
+"""A rank whose queries are in more runs than this gets all keys, whatever the mask shows."""
+_MASKS = 2
+"""Of so many masks it is remembered which keys they show: models have one for each kind of layer."""
+_NEARLY_ALL = 0.9
+"""All keys are gathered where a mask shows more than this part of them to the ranks."""
 
 
 @rule("scaled_dot_product_attention")
@@ -43,8 +52,10 @@ def attention(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             return _over_heads(func, q, k, v, gathered(mask, "attention mask"), is_causal, call)
         if is_causal:
             return _causal(func, q, k, v, call)
-        rows = None if mask is None else _rows_of_mask(mask, q)
-        return q.like(_with_keys(lambda k, v: func(q.local, k, v, attn_mask=rows, **call), q, k, v))
+        if mask is None:
+            return q.like(_with_keys(lambda k, v: func(q.local, k, v, **call), q, k, v))
+        rows, seen = _rows_and_keys(mask, q, k)
+        return q.like(_with_keys(lambda k, v: func(q.local, k, v, attn_mask=rows, **call), q, k, v, seen))
     if call["enable_gqa"]:
         return NotImplemented
     letters: list[Letters] = [
@@ -69,6 +80,59 @@ def _rows_of_mask(mask: torch.Tensor, q: SequenceTensor) -> torch.Tensor:
     return part_of(mask, mask.ndim - 2 if has_rows else None, q.sequence, "attention mask", q.group)
 
 
+def _rows_and_keys(mask: torch.Tensor, q: SequenceTensor, k: Any) -> tuple[torch.Tensor, PositionLists | None]:
+    """This rank's rows of the mask, for the keys that it shows each rank; None in their place for all keys."""
+    rows = _rows_of_mask(mask, q)
+    keys, runs = k.shape[-2], max(len(each) for each in q.sequence.runs)
+    layouts = [x.sequence for x in (q, k, mask) if isinstance(x, SequenceTensor)]
+    if (
+        runs > _RUNS
+        or mask.shape[-2:] != (q.shape[-2], keys)
+        or not isinstance(k, SequenceTensor)
+        or not all(layout.is_full_everywhere for layout in layouts)
+        or fake_device(rows) is not None
+        or rows.is_meta
+    ):
+        return rows, None
+    activation = active()
+    known = {} if activation is None else activation.seen_keys
+    # All ranks find a mask here, or none does: they compute the same, and none has an empty part.
+    local = mask.local if isinstance(mask, SequenceTensor) else mask
+    key = (local.data_ptr(), local.shape, local.stride(), tensor_version(local), q.sequence, k.sequence)
+    if key not in known:
+        while len(known) >= _MASKS:
+            del known[next(iter(known))]
+        known[key] = local.detach(), _seen_keys(rows.detach(), q, keys, runs)  # no other mask takes its memory
+    seen = known[key][1]
+    return rows if seen is None else take(rows, -1, seen.index(q.group.rank)), seen
+
+
+def _seen_keys(rows: torch.Tensor, q: SequenceTensor, keys: int, runs: int) -> PositionLists | None:
+    """For each rank and each of its runs of queries, the keys from the first to the last that the mask shows to one of
+    them. A collective. None if that is nearly all of them, or if a query sees none and so, perhaps, all alike."""
+    shown = rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min
+    sees_none = ~shown.any(-1).all()
+    if shown.ndim > 2:
+        shown = shown.any(tuple(range(shown.ndim - 2)))
+    bounds = torch.zeros(runs, 2, dtype=torch.long, device=rows.device)
+    at = 0
+    for index, (start, stop) in enumerate(q.sequence.runs[q.group.rank]):
+        of_key = shown[at : at + stop - start].any(0).to(torch.uint8)  # argmax takes no bool
+        at += stop - start
+        bounds[index, 0], bounds[index, 1] = of_key.argmax(), keys - of_key.flip(0).argmax()
+    if rows.dtype != torch.bool:
+        bounds[0].copy_(torch.where(sees_none, bounds.new_tensor([0, keys]), bounds[0]))
+    wanted = []
+    for own in stack_ranks(bounds, "attention: which keys a mask shows", q.group).cpu().numpy():
+        seen = np.zeros(keys, bool)
+        for first, end in own:
+            seen[first:end] = True
+        wanted.append(np.flatnonzero(seen))
+    if sum(map(len, wanted)) > _NEARLY_ALL * keys * q.group.size:
+        return None
+    return PositionLists.of_positions(wanted)
+
+
 def _are_alike(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether keys and values can travel in one message."""
     return (
@@ -86,19 +150,18 @@ def _with_keys(
     q: SequenceTensor,
     k: Any,
     v: Any,
-    ends: list[int] | None = None,
+    wanted: PositionLists | None = None,
 ) -> torch.Tensor:
-    """``compute(keys, values)``, with those up to ``ends[rank]``; None for all.
+    """``compute(keys, values)``, with those that each rank wants; None for all.
 
     Where the group says so, backward fetches them again, instead of keeping those of all ranks.
     """
     group = q.group
     if not _are_alike(k, v):
         whole_k, whole_v = gathered(k, "attention"), gathered(v, "attention")
-        if ends is not None:
-            whole_k, whole_v = (whole.narrow(-2, 0, ends[group.rank]) for whole in (whole_k, whole_v))
+        if wanted is not None:
+            whole_k, whole_v = (take(whole, -2, wanted.index(group.rank)) for whole in (whole_k, whole_v))
         return compute(whole_k, whole_v)
-    wanted = None if ends is None else PositionLists([np.array([[0, end]]) for end in ends])
     both = torch.cat([k.local, v.local], -1)
     seen = fetch(both, k.split_dim, k.sequence, wanted, "attention", group)
     parts = [k.shape[-1], v.shape[-1]]
@@ -188,7 +251,7 @@ def _causal(func: Callable[..., Any], q: SequenceTensor, k: Any, v: Any, call: d
             outs.append(func(rows, k[..., :end, :], v[..., :end, :], attn_mask=mask, is_causal=is_square, **call))
         return outs[0] if len(outs) == 1 else torch.cat(outs, -2)
 
-    return q.like(_with_keys(compute, q, k, v, ends))
+    return q.like(_with_keys(compute, q, k, v, PositionLists([np.array([[0, end]]) for end in ends])))
 
 
 def _row_blocks(runs: np.ndarray[Any, Any]) -> Iterator[tuple[int, int]]:
