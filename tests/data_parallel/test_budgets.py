@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorshard as ts
@@ -74,15 +75,13 @@ def _plain_operators() -> tuple[int, int]:
 
 
 def _engine_counts(width: int, **fields: Any) -> _Count:
+    return _counts_of(partial(_model, width), next_token_loss, _batch, fields)
+
+
+def _counts_of(model: Any, loss_fn: Any, batch: Any, fields: dict[str, Any]) -> _Count:
     with fake_world(0, _RANKS, "nccl"):
-        engine = ts.parallelize(
-            partial(_model, width),
-            ts.Plan(**fields),
-            optimizer=torch.optim.AdamW,
-            loss_fn=next_token_loss,
-            device="cpu",
-        )
-        return _counted(lambda: engine.step(*_batch()))
+        engine = ts.parallelize(model, ts.Plan(**fields), optimizer=torch.optim.AdamW, loss_fn=loss_fn, device="cpu")
+        return _counted(lambda: engine.step(*batch()))
 
 
 @pytest.mark.parametrize(
@@ -121,3 +120,24 @@ def test_backward_goes_on_between_the_two_sums_of_hybrid_sharding():
     for first, following in pairwise(scatters[:-1]):
         (second,) = (i for i in range(first, following) if "allreduce" in kinds[i])
         assert "aten.mm.default" in kinds[first:second], kinds
+
+
+def _normalized() -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Linear(512, 256)) for _ in range(_LAYERS)]
+    return nn.Sequential(*blocks, nn.Linear(256, 4))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "fields"),
+    [("allreduce_coalesced", dict(zero=0)), ("scatter", dict(zero=2)), ("scatter", dict(zero=1, dp_replicate=2))],
+    ids=str,
+)
+def test_batch_normalization_holds_back_no_reduction(reduction, fields):
+    """Each block's gradients are on their way before the backward of the next one begins."""
+    batch = (torch.randn(4, 256), torch.arange(4))
+    order = _counts_of(_normalized, nn.functional.cross_entropy, lambda: batch, fields).order
+    kinds = [name for name in order if reduction in name or name == "aten.mm.default"]
+    reductions = [index for index, name in enumerate(kinds) if reduction in name]
+    assert len(reductions) >= _LAYERS
+    gaps = [following - first - 1 for first, following in pairwise(reductions)]
+    assert gaps == [4] * (len(gaps) - 1) + gaps[-1:], kinds  # two products for each linear layer's backward

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import parity
+import strict_nccl
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.torch_private.process_groups import default_store, group_timeout, set_group_timeout
@@ -41,12 +42,12 @@ class Branching(nn.Module):
 
 
 class Branch(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 160) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 160)
-        self.norm = nn.BatchNorm1d(160)
-        self.extra = nn.Linear(160, 160)
-        self.down = nn.Linear(160, 6)
+        self.up = nn.Linear(6, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.extra = nn.Linear(width, width)
+        self.down = nn.Linear(width, 6)
 
     def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
         h = torch.relu(self.norm(self.up(x)))
@@ -62,6 +63,15 @@ def _train(build: Any, fields: dict[str, Any]) -> tuple[list[float], dict[str, t
         batch = data(step, sometimes=4)
         losses.append(engine.step(*(t.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for t in batch)).item())
     return losses, engine.full_state_dict()
+
+
+class Wide(Branching):
+    """Blocks whose gradients travel alone; batches use all parameters, or those of a branch not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.never
+        self.blocks = nn.ModuleList([Branch(520), Branch(520), Branch(520)])
 
 
 @pytest.mark.parametrize(
@@ -95,6 +105,40 @@ def test_batch_normalization_beside_them_is_the_same_at_every_level(ranks, size)
     for results in found[1:]:
         torch.testing.assert_close(results[0][0], losses, rtol=1e-5, atol=1e-6)
         parity.assert_same_state(results[0][1], state, 1e-5)
+
+
+def _with_log(fields: dict[str, Any], sometimes: list[int]) -> Any:
+    """Losses and weights of steps whose first so many samples use all parameters, and each step's collectives."""
+    engine = ts.parallelize(Wide().double(), ts.Plan(**fields), optimizer=ADAMW, loss_fn=squares)
+    losses, calls = [], []
+    for step, used in enumerate(sometimes):
+        batch = data(step, sometimes=used)
+        before = len(strict_nccl.log())
+        parts = [t.double().chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for t in batch]
+        losses.append(engine.step(*parts).item())
+        calls.append(strict_nccl.log()[before:])
+    return losses, {name: value.clone() for name, value in engine.model.state_dict().items()}, calls
+
+
+def _reductions_before_statistics(calls: list[Any]) -> int:
+    """How many reductions of large gradients come before the last statistics of a batch normalization."""
+    statistics = ([("torch.float64", 1040)], [("torch.float64", 1040)])  # of a backward
+    last = max(place for place, call in enumerate(calls) if call.shapes == statistics)
+    return sum("reduce_scatter" in call.name for call in calls[:last])
+
+
+@pytest.mark.parametrize("fields", [dict(zero=1), pytest.param(dict(zero=2, micro_batches=2), marks=pytest.mark.slow)])
+def test_gradients_wait_for_statistics_only_where_ranks_differ(ranks, fields):
+    used = [8, 8, 4, 8, 0, 8]
+    found = ranks(2, _with_log, fields, used, backend=strict_nccl.NAME)
+    losses, state, calls = found[0]
+    expected = ranks(2, _with_log, dict(fields, zero=0), used)[0]
+    torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-6)
+    parity.assert_same_state(state, expected[1], 1e-5)
+    if "micro_batches" in fields:
+        return  # the first micro-batch's reductions come before the second's statistics
+    for step, number in enumerate(used[1:], start=1):  # the first one looks for backwards within backwards
+        assert (_reductions_before_statistics(calls[step]) > 0) == (number == 8), step
 
 
 # -- a call that one rank makes alone --

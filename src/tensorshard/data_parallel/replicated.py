@@ -72,10 +72,7 @@ class ReplicatedModel(ShardedModel):
             self._groups,
             reduce_dtype=reduce_dtype,
             level=level,
-            # The backward of a batch normalization is a collective, too. If ranks use different parameters, their units
-            # are ready at different times. So all reductions come at the end: all ranks then make the same calls in one
-            # order.
-            at_the_end=any(map(keeps_statistics, model.modules())),
+            meets=any(map(keeps_statistics, model.modules())),
         )
         hook_root(model, RootRole.DATA_PARALLEL, before=self._before_forward)
         if self._groups.shard is not None:
@@ -103,6 +100,9 @@ class ReplicatedModel(ShardedModel):
 
     def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
         self._gradients.begin_micro_batch(last, average=average)
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        self._gradients.begin_backward(loss)
 
     def finish_micro_batch(self) -> None:
         self._gradients.finish_micro_batch()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tensorshard.data_parallel.buckets import Bucket, Buckets
+from tensorshard.data_parallel.equal_backwards import EqualBackwards
 from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.reduction import Reduction
@@ -37,7 +38,7 @@ class ReplicatedGradients:
         weights: knows which parameters user code has written.
         reduce_dtype: gradients are summed in this type.
         level: of ZeRO.
-        at_the_end: whether all reductions come after a backward.
+        meets: whether the data ranks make other collectives in a backward, as those of batch normalizations.
 
     Attributes:
         take: called with each master whose gradient was reduced; None to leave it there.
@@ -55,7 +56,7 @@ class ReplicatedGradients:
         *,
         reduce_dtype: torch.dtype,
         level: int,
-        at_the_end: bool,
+        meets: bool,
     ) -> None:
         self.take: TakeGradient | None = None
         self.finish: Callable[[], None] | None = None
@@ -80,7 +81,11 @@ class ReplicatedGradients:
         # A backward within a backward (reentrant checkpointing, reversible functions) adds to gradients again. The
         # first backward shows whether there is one. If so, reductions wait for the end.
         self._backwards_seen: set[int] | None = set()
-        self._at_the_end = at_the_end and groups.communicate
+        self._at_the_end = False
+        # Where ranks meet in other collectives of a backward, they must reduce the same buckets between the same two.
+        self._meets = meets and groups.communicate
+        self._equal: EqualBackwards | None = None  # whether they will, in the backward that is running
+        self._numbers: dict[torch.Tensor, int] = {p.compute: number for number, p in enumerate(self._parameters)}
         self._shown_gradients: dict[ReplicatedParameter, _ShownGradient] = {}
         for parameter in self._parameters:
             self._watch(parameter)
@@ -109,12 +114,15 @@ class ReplicatedGradients:
         take_held_gradients([p.compute for p in self._parameters])
         for p in self._parameters:
             p.forget_gradient()
+        self._equal = None
         self._in_backward = self._is_guided = False
 
     def abandon(self) -> None:
         """The same after a failed step. Reductions end without a result."""
         while self._in_flight:
             self._in_flight.popleft().abandon()
+        if self._equal is not None:
+            self._equal.abandon()
         self.discard()
         self._complete = True
         self._in_step = False
@@ -126,6 +134,12 @@ class ReplicatedGradients:
         self._complete = False
         self._in_step = not average
         self._is_guided = True
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """See :meth:`~tensorshard.data_parallel.sharded_model.ShardedModel.begin_backward`."""
+        if self._meets and self._last and not self._at_the_end and self._backwards_seen is None:
+            assert self._groups.all is not None
+            self._equal = EqualBackwards(loss, self._numbers, self._groups.all)
 
     def finish_micro_batch(self) -> None:
         """Called when a backward of a step, or a part of one, is over."""
@@ -182,7 +196,7 @@ class ReplicatedGradients:
                 self._late.append(bucket)
             return
         bucket.ready.add(parameter)
-        if len(bucket.ready) < len(bucket.parameters) or self._at_the_end or self._backwards_seen is not None:
+        if len(bucket.ready) < len(bucket.parameters) or not self._may_reduce():
             return
         while self._buckets.launched < len(order):
             bucket = order[self._buckets.launched]
@@ -190,6 +204,12 @@ class ReplicatedGradients:
                 break
             self._reduce(bucket)
             self._buckets.launched += 1
+
+    def _may_reduce(self) -> bool:
+        """Whether reductions may begin before the end of the backward: the same answer on all ranks."""
+        if self._at_the_end or self._backwards_seen is not None:
+            return False
+        return not self._meets or (self._equal is not None and self._equal.hold())
 
     def _keep(self, parameter: ReplicatedParameter) -> None:
         """Between micro-batches: 16-bit gradients are summed in fp32, others where autograd sums them."""
@@ -231,6 +251,9 @@ class ReplicatedGradients:
             self.finish()
 
     def _finish(self) -> None:
+        if self._equal is not None:
+            self._equal.hold()  # a message that other ranks wait for
+            self._equal = None
         self._buckets.arrange()
         if self._groups.communicate:
             for bucket in [*self._buckets.backward_order[self._buckets.launched :], *self._late]:

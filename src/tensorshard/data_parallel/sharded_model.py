@@ -205,6 +205,10 @@ class ShardedModel(ABC):
             average: whether gradients are averaged over the data ranks, regardless of :attr:`gradient_divisor`.
         """
 
+    def begin_backward(self, loss: torch.Tensor) -> None:  # noqa: B027
+        """Called with the `loss` whose backward follows :meth:`begin_micro_batch`; gradients may go to other ranks
+        sooner where it is. A collective."""
+
     def trained_masters(self) -> dict[str, nn.Parameter]:
         """Those of :meth:`masters` whose parameters require a gradient now. User code may change that at any time."""
         return {name: master for name, master in self.masters().items() if master.requires_grad}

@@ -85,8 +85,10 @@ class LossWithModelRunner(WholeModelStepRunner):
         if self._counts is not None:
             tally.normalizer = torch.where(self._counts == 0, 1.0, self._counts) * self._mesh.degrees["cp"]
         weights = self._mesh.gradient_ranks * loss_scale / tally.normalizer  # gradients are averaged
+        total = (loss.sums * weights).sum()
+        self._sharded.begin_backward(total)
         with self._forwards.backwards.by_engine():
-            (loss.sums * weights).sum().backward()
+            total.backward()
         self._sharded.finish_micro_batch()
 
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:

@@ -186,8 +186,10 @@ class ManualLoop:
         # The mean of no samples is NaN, and counts nothing.
         counted = total if count is not None else total.detach() * share if share else torch.zeros_like(total)
         self._global_loss = GlobalLoss(counted, total.new_ones(()) if count is None else count, self._mesh)
+        scaled = total * weight
+        self._sharded.begin_backward(scaled)
         with self._backwards.by_engine():
-            (total * weight).backward()
+            scaled.backward()
         self._sharded.finish_micro_batch()
         if last:
             self._complete()

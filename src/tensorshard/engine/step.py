@@ -194,7 +194,9 @@ class WholeModelStepRunner(StepRunner):
             tally.start_total()
         assert tally.normalizer is not None
         # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
-        (loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)).backward()
+        scaled = loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
+        self._sharded.begin_backward(scaled)
+        scaled.backward()
         self._sharded.finish_micro_batch()
 
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:

@@ -1,9 +1,10 @@
 """Asking whether backward is running, and steering it; what recomputation compares with the forward that it repeats."""
 
+import hashlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,6 +150,48 @@ def is_in_engines_backward() -> bool:
     Public way: none.
     """
     return torch._C._is_key_in_tls(_ENGINES_BACKWARD) and bool(torch._C._get_obj_in_tls(_ENGINES_BACKWARD))
+
+
+_OWN = ("tensorshard.", "torch._functorch.")  # autograd functions that run none but their own operations
+
+
+def order_of_backward(loss: torch.Tensor, numbers: Mapping[torch.Tensor, int]) -> int | None:
+    """A number that is the same for backwards that run the same operations, and give parameters their gradients, in the
+    same order. None if that cannot be told: the graph has autograd functions of the user's, which may give no gradient
+    or run another backward, or tensors on several devices, each of which has a thread of autograd's own.
+
+    Args:
+        numbers: of the parameters.
+
+    Why: a reduction of gradients comes between the same two collectives of a backward on all ranks, or after them all.
+
+    Checked: torch 2.13. Of the operations whose outputs' gradients are complete, autograd's thread takes the one that
+    was recorded last.
+
+    Public way: none for the order in which operations were recorded.
+    """
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    places = {node: place for place, node in enumerate(nodes)}
+    described: list[Any] = []
+    devices: set[torch.device] = set()
+    for node in nodes:  # which grows
+        function = getattr(node, "_forward_cls", None)  # the class of an autograd function that is written in Python
+        if function is not None and not function.__module__.startswith(_OWN):
+            return None
+        edges = []
+        for before, place in node.next_functions:
+            if before is not None and before not in places:
+                places[before] = len(nodes)
+                nodes.append(before)
+            edges.append((places.get(before, -1), place))
+        variable = getattr(node, "variable", None)
+        described.append((node.name(), edges, None if variable is None else numbers.get(variable)))
+        devices.update(metadata.device for metadata in node._input_metadata)
+    if len(devices) > 1:
+        return None
+    recorded = [node._sequence_nr() for node in nodes]
+    described.append(sorted(range(len(nodes)), key=recorded.__getitem__))
+    return int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=8).digest(), "big") >> 1
 
 
 # What a scalar passes through on its way from the means that it is made of.
