@@ -10,6 +10,7 @@ from sequence_parity import LAYOUTS, check_model
 from torch import nn
 
 from tensorshard.context_parallel import contiguous, zigzag
+from tensorshard.context_parallel.rules import attention
 from tensorshard.torch_private.recomputation import function_calls
 
 VOCABULARY, BATCH, LENGTH, WIDTH = 31, 2, 23, 16
@@ -337,6 +338,23 @@ def test_keys_and_values_may_be_fetched_again_in_backward(name, layout):
         Body(middle), {"x": x, "y": x, **extra}, dims, layout=LAYOUTS[layout], refetches=True, backward_outside=True
     )
     assert group.calls["attention again"] == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["causal", "causal, grouped queries", "no mask", "cross attention"])
+def test_keys_and_values_may_come_in_rounds(name, layout, size, monkeypatch):
+    """In each a message of one rank; causal attention does without rounds where positions are scattered."""
+    monkeypatch.setattr(attention, "_MESSAGE", 0)
+    monkeypatch.setattr(attention, "_heads_send_less", lambda *_: False)
+    torch.manual_seed(0)
+    middle, extra = MODULES[name]()
+    x = tokens()
+    dims = {"x": 1, "y": 1} | dict.fromkeys(extra, 1)
+    batch = {"x": x, "y": x, **extra}
+    group = check_model(Body(middle), batch, dims, size=size, layout=LAYOUTS[layout], refetches=True)
+    messages = 1 if layout == "scattered" and "causal" in name else size - 1
+    assert [group.calls[what] for what in ("attention", "attention again", "attention'")] == 3 * [messages]
 
 
 @pytest.mark.parametrize(

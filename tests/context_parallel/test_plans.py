@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 import parity
 import tensorshard as ts
+from tensorshard.context_parallel import ContextGroup
+from tensorshard.context_parallel.rules import attention
 from tensorshard.model.sequence_dims import first_sequence, sequence_dim
 
 # id: (model, ranks, fields of the plan)
@@ -86,6 +89,35 @@ def test_fp32_is_exact(ranks, case):
     for other in found[1:]:
         assert other["losses"] == found[0]["losses"]
         assert other["norms"] == found[0]["norms"]
+
+
+def _train_in_rounds(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Training in which keys and values come rank by rank, however small they are."""
+    always = dict(_MESSAGE=0, _SPARED=0, _heads_send_less=lambda *_: False)
+    with mock.patch.multiple(attention, **always), mock.patch.object(ContextGroup, "start", autospec=True) as start:
+        start.side_effect = _start
+        found = parity.train(kind, fields)
+    names = [call.args[3] for call in start.call_args_list]
+    return {**found, "in_rounds": names.count("attention again")}
+
+
+_start = ContextGroup.start
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "fields"),
+    [
+        ("llama", 2, dict(cp=2)),
+        ("llama", 4, dict(cp=4, cp_order="zigzag", recompute="full")),
+        ("llama", 4, dict(cp=2, tp=2, sequence_parallel=True, zero=1)),
+        ("llama", 4, dict(cp=2, pp=2, micro_batches=2, recompute="selective")),
+        ("vit", 4, dict(cp=4, zero=0)),
+    ],
+)
+def test_ring_attention_is_exact(ranks, kind, world_size, fields):
+    found = ranks(world_size, _train_in_rounds, kind, fields)
+    parity.assert_same(found[0], parity.reference(kind, None, parity.STEPS, 1, 1), 1e-5)
+    assert found[0]["in_rounds"] > 0
 
 
 def _positions_held(fields: dict[str, Any]) -> tuple[list[int], list[str]]:

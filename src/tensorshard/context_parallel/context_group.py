@@ -18,8 +18,10 @@ _OURS = os.path.dirname(__file__)
 _PRIVATE = os.path.join(os.path.dirname(_OURS), "torch_private")
 _TORCH = os.path.dirname(torch.__file__)
 
-Exchange = Callable[[list[torch.Tensor], list[tuple[int, ...]]], list[torch.Tensor]]
-"""An all-to-all: sends piece i to rank i, and returns what each rank has sent, of the given shapes."""
+Finish = Callable[[], list[torch.Tensor]]
+"""Waits for an exchange, and returns what each rank has sent."""
+Exchange = Callable[[list[torch.Tensor], list[tuple[int, ...]]], Finish]
+"""Starts an all-to-all: piece i goes to rank i, and pieces of the given shapes come."""
 
 
 class ContextGroup:
@@ -28,7 +30,7 @@ class ContextGroup:
     Args:
         rank: of this process (or thread) in the group.
         size: how many ranks there are.
-        exchange: moves the data.
+        exchange: starts to move data.
 
     Attributes:
         received: bytes that came from other ranks, by what they were for. What backward exchanges ends in ``'``.
@@ -56,10 +58,10 @@ class ContextGroup:
     def of(cls, process_group: dist.ProcessGroup) -> "ContextGroup":
         """The ranks of a process group of torch, on Gloo or NCCL."""
 
-        def exchange(pieces: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+        def exchange(pieces: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Finish:
             sizes = [torch.Size(shape).numel() for shape in shapes]
-            parts = start_exchange([piece.reshape(-1) for piece in pieces], sizes, pieces[0], process_group)()
-            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            finish = start_exchange([piece.reshape(-1) for piece in pieces], sizes, pieces[0], process_group)
+            return lambda: [part.view(shape) for part, shape in zip(finish(), shapes, strict=True)]
 
         return cls(process_group.rank(), process_group.size(), exchange)
 
@@ -78,7 +80,13 @@ class ContextGroup:
     def exchange(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], what: str, number: int
     ) -> list[torch.Tensor]:
-        """Sends ``pieces[r]`` to rank r, and returns what each rank has sent.
+        """Sends ``pieces[r]`` to rank r, and returns what each rank has sent. Arguments are those of :meth:`start`."""
+        return self.start(pieces, shapes, what, number)()
+
+    def start(
+        self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], what: str, number: int
+    ) -> Finish:
+        """Starts sending ``pieces[r]`` to rank r.
 
         Args:
             shapes: of what each rank sends to this one.
@@ -87,11 +95,14 @@ class ContextGroup:
         """
         self.call = f"{what} ({number})"
         if self.size == 1:
-            return list(pieces)
-        got = self._exchange([piece.contiguous() for piece in pieces], list(shapes))
-        self.received[what] += sum(piece.nbytes for rank, piece in enumerate(got) if rank != self.rank)
+            return lambda: list(pieces)
+        finish = self._exchange([piece.contiguous() for piece in pieces], list(shapes))
+        itemsize = pieces[0].element_size()
+        self.received[what] += sum(
+            torch.Size(shape).numel() * itemsize for rank, shape in enumerate(shapes) if rank != self.rank
+        )
         self.calls[what] += 1
-        return got
+        return finish
 
     def draw(self, function: Callable[[], Any]) -> Any:
         """Random numbers of whole tensors. All ranks have the same generator state and draw the same."""

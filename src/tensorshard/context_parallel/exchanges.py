@@ -133,7 +133,8 @@ def _route(layout: SequenceLayout, wanted: PositionLists | None, rank: int) -> _
     return _Route(send, counts, torch.from_numpy(order), torch.from_numpy(back), layout.sizes[rank])
 
 
-def _refuse_double_backward() -> None:
+def refuse_double_backward() -> None:
+    """Raises an error in a backward that is differentiated itself."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "context parallelism has no second derivatives (create_graph=True): each rank has only a part of the first "
@@ -156,7 +157,7 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_double_backward()
+        refuse_double_backward()
         dim, route, what, group, number = ctx.about
         grad = take(grads[0].movedim(dim, 0), 0, route.order)
         shapes = [(_count(index, route.held), *grad.shape[1:]) for index in route.send]
@@ -186,7 +187,7 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_double_backward()
+        refuse_double_backward()
         (dim, layout, new_dim, new_layout), what, group, number = ctx.about
         back = new_dim, new_layout, dim, layout
         return _turned(grads[0], back, what + "'", group, number), None, None, None

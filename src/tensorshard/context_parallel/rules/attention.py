@@ -15,11 +15,13 @@ from tensorshard.context_parallel.active_groups import active
 from tensorshard.context_parallel.exchanges import fetch, stack_ranks, take, tie, turn
 from tensorshard.context_parallel.layout_changes import gathered, part_of
 from tensorshard.context_parallel.layouts import elsewhere
+from tensorshard.context_parallel.ring_attention import ring_attention, rounds
 from tensorshard.context_parallel.rule_table import Signature, rule
 from tensorshard.context_parallel.rules.contractions import Letters, batch_letters, contract
 from tensorshard.context_parallel.rules.random_numbers import attention_dropout
 from tensorshard.context_parallel.sequence_layout import PositionLists, SequenceLayout
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
+from tensorshard.torch_private.attention import has_partial_attention
 from tensorshard.torch_private.autograd import are_saved_tensors_hooked
 from tensorshard.torch_private.fake_tensors import fake_device
 from tensorshard.torch_private.tensors import tensor_version
@@ -29,6 +31,10 @@ _CALL = Signature(
 )
 _ROWS = 512
 """Causal attention is computed for so many queries at a time, each time with the keys up to the last of them."""
+_MESSAGE = 256 << 10
+"""Keys and values come in rounds where those of a rank have at least so many bytes."""
+_SPARED = 64 << 20
+"""Where blocks are recomputed, they come in rounds if this spares so many bytes."""
 _RUNS = 8
 """A rank whose queries are in more runs than this gets all keys, whatever the mask shows."""
 _MASKS = 2
@@ -50,6 +56,11 @@ def attention(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if isinstance(q, SequenceTensor) and q.split_dim == q.ndim - 2:
         if _heads_send_less(q, k, v, mask):
             return _over_heads(func, q, k, v, gathered(mask, "attention mask"), is_causal, call)
+        if is_causal:
+            q.group.causal_calls += 1
+        if mask is None and (ring := _ring(q, k, v, is_causal, call)):
+            both = torch.cat([k.local, v.local], -1)
+            return q.like(ring_attention(q.local, both, ring, call["scale"], q.group))
         if is_causal:
             return _causal(func, q, k, v, call)
         if mask is None:
@@ -228,11 +239,28 @@ def _over_heads(
     return q.like(turn(out, at, layout, positions, q.sequence, "attention over heads", group))
 
 
+def _ring(q: SequenceTensor, k: Any, v: Any, is_causal: bool, call: dict[str, Any]) -> list[Any] | None:
+    """The rounds of ring attention; None where keys and values are gathered at once.
+
+    Rounds need no masks, so their kernels are faster, and hold less. They cost a message for each other rank, and in
+    backward they come again, also where recomputation has just gathered all.
+    """
+    if not _are_alike(k, v) or not q.ndim == k.ndim == 4 or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+        return None
+    part = 2 * k.shape.numel() * k.dtype.itemsize // q.group.size
+    if part < _MESSAGE or (not q.group.refetches and part * (q.group.size - 2) < _SPARED):
+        return None
+    fits = q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.dtype == k.dtype
+    if not fits or not (call["enable_gqa"] or q.shape[1] == k.shape[1]):
+        return None
+    if not has_partial_attention(q.device, q.dtype, q.shape[-1]) or (is_causal and q.sequence.key != k.sequence.key):
+        return None
+    return rounds(q.sequence, k.sequence, q.group.rank, is_causal)
+
+
 def _causal(func: Callable[..., Any], q: SequenceTensor, k: Any, v: Any, call: dict[str, Any]) -> Any:
     """Each run of queries attends to the keys up to its last."""
-    group, rank = q.group, q.group.rank
-    group.causal_calls += 1
-    keys = k.shape[-2]
+    rank, keys = q.group.rank, k.shape[-2]
     ends = [min(keys, int(runs[:, 1].max()) if len(runs) else 1) for runs in q.sequence.runs]
     runs = q.sequence.runs[rank]
 
