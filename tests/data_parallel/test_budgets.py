@@ -122,20 +122,46 @@ def test_backward_goes_on_between_the_two_sums_of_hybrid_sharding():
         assert "aten.mm.default" in kinds[first:second], kinds
 
 
-def _normalized() -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Linear(512, 256)) for _ in range(_LAYERS)]
+def _blocks(between: Any) -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(256, 512), between(512), nn.Linear(512, 256)) for _ in range(_LAYERS)]
     return nn.Sequential(*blocks, nn.Linear(256, 4))
 
 
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * gradients[0]
+
+
+class _Own(nn.Module):
+    """An autograd function of the user's, in which another backward could run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Doubled.apply(x)
+
+
 @pytest.mark.parametrize(
-    ("reduction", "fields"),
-    [("allreduce_coalesced", dict(zero=0)), ("scatter", dict(zero=2)), ("scatter", dict(zero=1, dp_replicate=2))],
+    ("between", "reduction", "fields"),
+    [
+        (nn.BatchNorm1d, "allreduce_coalesced", dict(zero=0)),
+        (nn.BatchNorm1d, "scatter", dict(zero=2)),
+        (nn.BatchNorm1d, "scatter", dict(zero=1, dp_replicate=2)),
+        (nn.BatchNorm1d, "scatter", dict(zero=1, micro_batches=2)),
+        (_Own, "scatter", dict(zero=1, micro_batches=2)),
+    ],
     ids=str,
 )
-def test_batch_normalization_holds_back_no_reduction(reduction, fields):
+def test_no_reduction_is_held_back(between, reduction, fields):
     """Each block's gradients are on their way before the backward of the next one begins."""
     batch = (torch.randn(4, 256), torch.arange(4))
-    order = _counts_of(_normalized, nn.functional.cross_entropy, lambda: batch, fields).order
+    order = _counts_of(partial(_blocks, between), nn.functional.cross_entropy, lambda: batch, fields).order
     kinds = [name for name in order if reduction in name or name == "aten.mm.default"]
     reductions = [index for index, name in enumerate(kinds) if reduction in name]
     assert len(reductions) >= _LAYERS

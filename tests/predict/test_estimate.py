@@ -320,3 +320,36 @@ def _kept_by_a_send() -> list[bool]:
 def test_a_send_keeps_its_tensor_as_long_as_somebody_has_it(ranks):
     """As those of Gloo and NCCL do, of which torch's schedules keep some for most of a step."""
     assert ranks(1, _kept_by_a_send)[0] == [True, False]
+
+
+def _stack(width: int) -> torch.nn.Module:
+    return torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(width, width, bias=False)) for _ in range(6)])
+
+
+@pytest.mark.parametrize(
+    ("width", "fields", "messages"),
+    [
+        pytest.param(1024, dict(zero=2), 2, id="small layers, two of them"),
+        pytest.param(24000, dict(zero=2), 1, id="huge layers, one"),
+        pytest.param(24000, dict(zero=1, dp_replicate=2), 1, id="of a hybrid"),
+        pytest.param(24001, dict(zero=1), 1, id="gathers of what cannot be cut evenly"),
+    ],
+)
+def test_messages_under_way_are_bounded_by_their_bytes(ranks, width, fields, messages):
+    """Beside weights, and shards of gradients, there are messages under way and one layer's gradient, from the first
+    step on."""
+    (peak,) = ranks(1, _peak_of_layers, width, fields)
+    assert 6 + messages + 1 <= peak < 6 + messages + 1.3
+
+
+def _peak_of_layers(width: int, fields: dict[str, Any]) -> float:
+    dist.destroy_process_group()
+    batch = torch.zeros(1, width)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    loss_fn = torch.nn.functional.mse_loss
+    plan = ts.Plan(**fields)
+    model = partial(_stack, width)
+    estimate = ts.estimate(
+        model, plan, world_size=64, inputs=batch, targets=batch, optimizer=sgd, loss_fn=loss_fn, hardware="h100"
+    )
+    return estimate.ranks[0].peak_allocated / (4 * width**2)

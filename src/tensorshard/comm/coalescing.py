@@ -16,15 +16,20 @@ from tensorshard.torch_private.process_groups import backend_name
 
 
 class Started:
-    """Collectives under way. Whoever reads their outputs waits for them first."""
+    """Collectives under way. Whoever reads their outputs waits for them first.
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    Args:
+        tensors: what they read and write, which is kept until then.
+    """
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        self._works, self._tensors = works, tensors
 
     def wait(self) -> None:
         """Waits for all of them."""
         for work in self._works:
             work.wait()
+        self._tensors = ()
 
     def advance(self) -> None:
         """See :func:`~tensorshard.comm.collectives.advance`."""
@@ -82,12 +87,12 @@ def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> Any:
 def _started(calls: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup, start: Any) -> Started:
     """Calls `start` with each of `calls`; those of one type are one call where the backend has that."""
     if len(calls) < 2 or not _coalesces(group, calls[0][0].device):
-        return Started([start(*call) for call in calls])
+        return Started([start(*call) for call in calls], calls)
     works = []
     for dtype in dict.fromkeys(call[0].dtype for call in calls):
         members = [call for call in calls if call[0].dtype == dtype]
         works.append(coalesced(lambda members=members: [start(*call) for call in members], group))  # type: ignore[misc]
-    return Started(works)
+    return Started(works, calls)
 
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -17,6 +17,9 @@ LEAST_BYTES = 1 << 20
 """Units that follow each other travel together until they have this many bytes of parameters. What a message costs
 does not depend on its size below that."""
 
+MOST_BYTES = 4 << 30
+"""Messages whose memory is given back when they are waited for take no more than this together, unless it is one."""
+
 
 @dataclass(frozen=True)
 class Gather:
@@ -31,6 +34,11 @@ class Gather:
     packed: list[ReplicatedParameter]
     parts: torch.Tensor | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are given back when it is waited for."""
+        return 0 if self.parts is None else self.parts.nbytes
+
 
 class Bucket:
     """The parameters of one unit whose gradients go to the same ranks, and the state of their transfers."""
@@ -40,6 +48,7 @@ class Bucket:
         self.alone = [p for p in parameters if p.even and p.storage.nbytes >= ALONE_BYTES]
         self.packed = [p for p in parameters if p not in self.alone]
         self.packed_chunk = sum(p.chunk for p in self.packed)
+        self.numel = sum(p.storage.numel() for p in parameters)
         self._all_flags: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.ready: set[ReplicatedParameter] = set()
         self.gathering: list[Gather] = []
@@ -72,7 +81,6 @@ class Buckets:
         before_change: called before parameters move to other buckets.
 
     Attributes:
-        most: how many buckets there may be.
         unit_of: the index of each parameter's bucket. Two follow each other for each unit: that of the parameters that
             all ranks hold, and that of its experts.
         in_units: the indices of the buckets of `units`.
@@ -93,7 +101,6 @@ class Buckets:
     ) -> None:
         self._parameters = list(parameters)
         self.in_units = range(2 * len(units))
-        self.most = 2 * (len(units) + 2)
         self._before_change = before_change
         self._trained: tuple[bool, ...] | None = None
         self.unit_of = self._assign(units)

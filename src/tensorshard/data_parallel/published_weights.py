@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from tensorshard.comm.coalescing import all_gather_several
 from tensorshard.common.never_compiled import never_compiled
-from tensorshard.data_parallel.buckets import Bucket, Gather
+from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Gather
 from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.replicated_parameter import (
     ReplicatedParameter,
@@ -59,6 +59,7 @@ class PublishedWeights:
         self._parameters = list(parameters)
         self._groups = groups
         self._awaited: dict[Bucket, _Arrival] = {}
+        self._gathering: deque[Bucket] = deque()  # with memory that is given back when they are waited for
         self._awaiting_update: deque[Bucket] = deque()  # whose update goes on, in the same order on all ranks
         self._copied: Container[torch.Tensor] = ()  # of these
         self.update: UpdateProgress | None = None
@@ -90,6 +91,7 @@ class PublishedWeights:
         # Of memory that other tensors show, too (as of p.data, kept by the user), no watch would see the use.
         shown = self._are_real and any(storage_owners(p.storage) > p.owners for p in bucket.parameters)
         self._gather(bucket)
+        self._bound_gathers(bucket)
         if not self._are_real:
             return
         increment_version([p.compute for p in bucket.parameters])  # a backward through older values must not pass
@@ -128,6 +130,13 @@ class PublishedWeights:
                 outputs.append(parts.view(-1))
             bucket.gathering.append(Gather(all_gather_several(outputs, inputs, group), packed, parts))
 
+    def _bound_gathers(self, last: Bucket) -> None:
+        """Waits for the first gathers if messages beside the parameters' own memory take too much."""
+        if any(gather.nbytes for gather in last.gathering):
+            self._gathering.append(last)
+        while len(self._gathering) > 1 and sum(g.nbytes for b in self._gathering for g in b.gathering) > MOST_BYTES:
+            self.wait(self._gathering[0])
+
     @never_compiled
     @torch.no_grad()
     def wait(self, bucket: Bucket) -> None:
@@ -144,6 +153,8 @@ class PublishedWeights:
             if gather.parts is not None:
                 _unpack(gather.packed, gather.parts)
         bucket.gathering.clear()
+        if bucket in self._gathering:
+            self._gathering.remove(bucket)
         note_published(bucket.parameters)
 
     # -- updates in the background --

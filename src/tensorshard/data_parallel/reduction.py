@@ -26,6 +26,7 @@ class Reduction:
         wrote: whether user code of this rank has written parameters since the last update.
 
     Attributes:
+        bucket: the bucket.
         writers: after :meth:`finish`, above 0 if `wrote` is true on some data rank that holds the parameters.
     """
 
@@ -33,7 +34,7 @@ class Reduction:
     def __init__(self, bucket: Bucket, gradients: Gradients, dtype: torch.dtype, scale: float, wrote: bool) -> None:
         self._groups, self.is_of_experts = bucket.parameters[0].groups, bucket.parameters[0].is_expert
         self._scale = scale
-        self._bucket = bucket
+        self.bucket = bucket
         self._missing = {p for p, gradient in gradients.items() if gradient is None}
         messages = [self._message_of(p, gradients[p], dtype) for p in bucket.alone]
         messages.append(self._pack(gradients, dtype, wrote))
@@ -50,7 +51,7 @@ class Reduction:
 
     def _pack(self, gradients: Gradients, dtype: torch.dtype, wrote: bool) -> torch.Tensor:
         """[ranks of the shard group, parts of the packed parameters, the counts and `wrote`], flattened."""
-        bucket, num_shards = self._bucket, self._groups.num_shards
+        bucket, num_shards = self.bucket, self._groups.num_shards
         for p in bucket.packed:
             dtype = _travelling(p.compute.dtype, dtype)
         packed = []
@@ -100,7 +101,7 @@ class Reduction:
         """Waits, and hands each master its gradient."""
         self.advance()  # all second halves under way before the first is waited for
         (self._between_replicas or self._within_replica).wait()
-        bucket = self._bucket
+        bucket = self.bucket
         *alone, packed = self._shards
         if self._scale != 1.0:
             foreach_mul_(list(self._shards), self._scale)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from tensorshard.data_parallel.buckets import Bucket, Buckets
+from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Buckets
 from tensorshard.data_parallel.equal_backwards import EqualBackwards
 from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.published_weights import PublishedWeights
@@ -23,11 +23,8 @@ from tensorshard.model.watched_parameters import (
 )
 from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.storage import TakeGradient
-from tensorshard.torch_private.autograd import call_after_backward, current_backward
+from tensorshard.torch_private.autograd import call_after_backward, current_backward, operations_of_backward
 from tensorshard.torch_private.fake_tensors import FakeTensor
-
-# How many reductions may run at once when gradients are offloaded as they arrive; each keeps its gradients alive.
-_IN_FLIGHT = 2
 
 
 class ReplicatedGradients:
@@ -68,7 +65,7 @@ class ReplicatedGradients:
         self._reduce_dtype = reduce_dtype
         self._level = level
         self._in_flight: deque[Reduction] = deque()
-        self._most_in_flight = buckets.most if groups.shard is None else _IN_FLIGHT
+        self._gives_back = groups.shard is not None  # a reduction that is over gives back its message
         self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
         self._in_backward = False
         self._wrote: bool | None = None  # whether this backward's forward wrote parameters; None if nobody has looked
@@ -79,7 +76,7 @@ class ReplicatedGradients:
         self._final = True  # the step's gradients are complete after its next backward
         self._late: list[Bucket] = []  # gradients came after these were reduced in the same backward
         # A backward within a backward (reentrant checkpointing, reversible functions) adds to gradients again. The
-        # first backward shows whether there is one. If so, reductions wait for the end.
+        # first backward shows whether there is one, if its graph does not. If so, reductions wait for the end.
         self._backwards_seen: set[int] | None = set()
         self._at_the_end = False
         # Where ranks meet in other collectives of a backward, they must reduce the same buckets between the same two.
@@ -93,7 +90,7 @@ class ReplicatedGradients:
     def watch(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         """Sets :attr:`take` and :attr:`finish`."""
         self.take, self.finish = take, finish
-        self._most_in_flight = _IN_FLIGHT
+        self._gives_back = True
         for parameter in self._parameters:
             parameter.take_gradient, parameter.finish_gradients = take, finish
 
@@ -137,6 +134,8 @@ class ReplicatedGradients:
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         """See :meth:`~tensorshard.data_parallel.sharded_model.ShardedModel.begin_backward`."""
+        if self._backwards_seen is not None and operations_of_backward(loss) is not None:
+            self._backwards_seen = None
         if self._meets and self._last and not self._at_the_end and self._backwards_seen is None:
             assert self._groups.all is not None
             self._equal = EqualBackwards(loss, self._numbers, self._groups.all)
@@ -245,6 +244,8 @@ class ReplicatedGradients:
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
+        if self._backwards_seen is not None and not self._last:
+            self._note_backwards()
         if self._last and not (self._is_guided and self._final):
             self._finish()
         if self.finish is not None:
@@ -270,15 +271,21 @@ class ReplicatedGradients:
         if self.finish is not None:
             self.finish()
         if self._backwards_seen is not None:
-            self._at_the_end = self._at_the_end or len(self._backwards_seen) > 1
+            self._note_backwards()
             self._backwards_seen = None
         self._in_backward = False
         self._complete = True
         if not self._in_step:
             self._show_gradients()
 
+    def _note_backwards(self) -> None:
+        """Called at the end of a backward, with those that ran within it."""
+        assert self._backwards_seen is not None
+        self._at_the_end = self._at_the_end or len(self._backwards_seen) > 1
+        self._backwards_seen.clear()
+
     def _reduce(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= self._most_in_flight:
+        while self._in_flight and not self._may_join(bucket):
             self._collect(self._in_flight.popleft())
         for reduction in self._in_flight:
             reduction.advance()
@@ -289,6 +296,16 @@ class ReplicatedGradients:
             self._wrote = self._weights.are_written()
         wrote = self._wrote or bool(self._weights.written)
         self._in_flight.append(Reduction(bucket, gradients, self._reduce_dtype, scale, wrote))
+
+    def _may_join(self, bucket: Bucket) -> bool:
+        """Whether a reduction of `bucket` may begin beside those under way, whose gradients take memory until they are
+        waited for: as many as have the bytes of two buckets on average, or beside one other if that is not too much."""
+        if not self._gives_back:
+            return True
+        numel = bucket.numel + sum(reduction.bucket.numel for reduction in self._in_flight)
+        average = sum(each.numel for each in self._buckets.trained) / len(self._buckets.trained)
+        fits = len(self._in_flight) == 1 or numel <= 2 * average
+        return fits and numel * self._reduce_dtype.itemsize <= MOST_BYTES
 
     def _collect(self, reduction: Reduction) -> None:
         reduction.finish()

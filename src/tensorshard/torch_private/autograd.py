@@ -155,10 +155,33 @@ def is_in_engines_backward() -> bool:
 _OWN = ("tensorshard.", "torch._functorch.")  # autograd functions that run none but their own operations
 
 
+def operations_of_backward(loss: torch.Tensor) -> list[Node] | None:
+    """All operations of the backward of `loss`. None if there are autograd functions of the user's, or reentrant
+    checkpointing: they may run another backward within this one, or give no gradient.
+
+    Why: reductions of gradients that may be added to once more wait for the end of a backward.
+
+    Checked: torch 2.13.
+
+    Public way: none for the class of an autograd function.
+    """
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # which grows
+        function = getattr(node, "_forward_cls", None)  # the class of an autograd function that is written in Python
+        if function is not None and not function.__module__.startswith(_OWN):
+            return None
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return nodes
+
+
 def order_of_backward(loss: torch.Tensor, numbers: Mapping[torch.Tensor, int]) -> int | None:
     """A number that is the same for backwards that run the same operations, and give parameters their gradients, in the
-    same order. None if that cannot be told: the graph has autograd functions of the user's, which may give no gradient
-    or run another backward, or tensors on several devices, each of which has a thread of autograd's own.
+    same order. None if that cannot be told: see :func:`operations_of_backward`; or there are tensors on several
+    devices, each of which has a thread of autograd's own.
 
     Args:
         numbers: of the parameters.
@@ -170,25 +193,15 @@ def order_of_backward(loss: torch.Tensor, numbers: Mapping[torch.Tensor, int]) -
 
     Public way: none for the order in which operations were recorded.
     """
-    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    nodes: list[Any] | None = operations_of_backward(loss)
+    if nodes is None or len({metadata.device for node in nodes for metadata in node._input_metadata}) > 1:
+        return None
     places = {node: place for place, node in enumerate(nodes)}
     described: list[Any] = []
-    devices: set[torch.device] = set()
-    for node in nodes:  # which grows
-        function = getattr(node, "_forward_cls", None)  # the class of an autograd function that is written in Python
-        if function is not None and not function.__module__.startswith(_OWN):
-            return None
-        edges = []
-        for before, place in node.next_functions:
-            if before is not None and before not in places:
-                places[before] = len(nodes)
-                nodes.append(before)
-            edges.append((places.get(before, -1), place))
+    for node in nodes:
+        edges = [(places.get(before, -1), place) for before, place in node.next_functions]
         variable = getattr(node, "variable", None)
         described.append((node.name(), edges, None if variable is None else numbers.get(variable)))
-        devices.update(metadata.device for metadata in node._input_metadata)
-    if len(devices) > 1:
-        return None
     recorded = [node._sequence_nr() for node in nodes]
     described.append(sorted(range(len(nodes)), key=recorded.__getitem__))
     return int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=8).digest(), "big") >> 1
