@@ -404,12 +404,6 @@ def test_a_folder_of_no_known_kind(tmp_path: Path) -> None:
         import_checkpoint(tmp_path, tmp_path / "ours")
 
 
-def test_megatrons_is_refused_by_name(tmp_path: Path) -> None:
-    torch.save({"iteration": 5}, tmp_path / "common.pt")
-    with pytest.raises(ValueError, match="is of Megatron"):
-        import_checkpoint(tmp_path, tmp_path / "ours")
-
-
 def test_code_in_a_folder_of_dcp_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Runs()))
     with pytest.raises(ValueError, match="could run code"):

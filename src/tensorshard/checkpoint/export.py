@@ -13,6 +13,7 @@ from tensorshard.common.uploads import UploadedFolder
 from tensorshard.model.quantized import refuse_export
 from tensorshard.weights.files.checkpoint_files import CheckpointWeights
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, export_all, model_from_configs, weights_folder
+from tensorshard.weights.files.foreign.opening import in_names_of
 from tensorshard.weights.files.weight_files import open_weight_files
 
 
@@ -40,16 +41,16 @@ def export_checkpoint(
         FileNotFoundError: `checkpoint` is not a checkpoint.
         FileExistsError: `target` is there already, and must not be replaced.
         ValueError: `to` is something else; `max_shard_size` is not a size, or `dtype` not a floating-point type; the
-            checkpoint is damaged, or has quantized weights.
+            checkpoint is damaged, or has quantized weights; or it was imported from Megatron without a config.json.
     """
     if to not in ("hf", "torch"):
         raise ValueError(f"to={to!r} was given; it must be 'hf' or 'torch'")
-    weights = CheckpointWeights(checkpoint)
+    model = model_from_configs(checkpoint)
+    weights = in_names_of(CheckpointWeights(checkpoint), model)
     refuse_export(weights.document.get("quantized", {}), "an export")
     layouts = {name: weights.layout(name) for name in weights}
     tensors = ((name, weights[name]) for name in weights)
     if to == "hf":
-        model = model_from_configs(checkpoint)
         export_all(tensors, target, model, layouts, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
         return
     folder = weights_folder(target, overwrite=overwrite)  # before the weights are first written as safetensors

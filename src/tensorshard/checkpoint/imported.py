@@ -21,6 +21,7 @@ from tensorshard.checkpoint.writing import RankFile, manifest_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.parameters import buffer_aliases
 from tensorshard.weights.files.checkpoint_files import CONFIGS, OpenCheckpoint
+from tensorshard.weights.files.foreign.megatron import by_names_of
 from tensorshard.weights.files.foreign.opening import open_any
 from tensorshard.weights.files.foreign.pieces import ForeignCheckpoint
 from tensorshard.weights.files.manifest import MANIFEST, entry_of
@@ -36,6 +37,7 @@ _KEYS = {  # of states, and the optimizers of torch that have them
 
 def fit_weights(checkpoint: OpenCheckpoint, sharded: ShardedModel) -> OpenCheckpoint:
     """`checkpoint` of another program, with this model's names of parameters and buffers."""
+    checkpoint = by_names_of(checkpoint, sharded.structure, sharded.full_shapes(), sharded.aliases())
     first = sharded.aliases() | buffer_aliases(sharded.structure)
     buffers, transient = sharded.buffer_shapes(), {name for name, _ in sharded.structure.named_buffers()}
     names: dict[str, str] = {}
@@ -65,8 +67,9 @@ def fit_optimizer(
         whole: whether these are all of the model's, which they aren't in a pipeline.
 
     Raises:
-        ValueError: the files number parameters, and which ones are meant cannot be told.
+        ValueError: the files number parameters, and which ones are meant cannot be told; or its states are not read.
     """
+    _refuse_unread(checkpoint)
     entries = checkpoint.document["optimizer"]
     stored = [group["names"] for group in entries["groups"]]
     first = dict(sharded.aliases())
@@ -89,6 +92,11 @@ def fit_optimizer(
     groups = [{**group, "names": [first.get(name, name) for name in group["names"]]} for group in entries["groups"]]
     document = {**checkpoint.document, "optimizer": {**entries, "groups": groups}}
     return replace(checkpoint.renamed(names), document=document)
+
+
+def _refuse_unread(checkpoint: OpenCheckpoint) -> None:
+    if "unread" in checkpoint.document["imported"]:
+        raise ValueError(f"{checkpoint.store.name} {checkpoint.document['imported']['unread']}")
 
 
 def _numbered(
@@ -168,6 +176,7 @@ def import_checkpoint(source: Path, target: Path | str, *, overwrite: bool = Fal
     checkpoint = open_any(source)
     if not isinstance(checkpoint, ForeignCheckpoint):
         raise ValueError(f"{source} is a checkpoint of tensorshard already: engine.load reads it, under any plan")
+    _refuse_unread(checkpoint)
     place = destination(target, overwrite=overwrite)
     store = place.begin()
     try:

@@ -14,6 +14,8 @@ examples:
       the transformers Trainer's: alone, under FSDP or under DeepSpeed; Accelerate's save_state likewise
   tensorshard import-checkpoint dcp/step-500 s3://bucket/imported
       a folder of torch.distributed.checkpoint, of FSDP, FSDP2 or torchtitan; to an object store
+  tensorshard import-checkpoint checkpoints/iter_0001000 imported
+      Megatron-Core's torch_dist; its tensors become the model's when engine.load("imported") has one
 """
 
 

@@ -236,8 +236,8 @@ class StateMethods:
 
         What is read is compared with the checksums in the checkpoint's manifest. Nothing is changed before all is read.
 
-        Checkpoints of DeepSpeed, FSDP, torchtitan, Accelerate and the Trainer of transformers are read, too, without
-        their random states. The scheduler's state is then the ``"lr_scheduler"`` of what is returned.
+        Checkpoints of DeepSpeed, FSDP, torchtitan, Accelerate, Megatron-Core and the Trainer of transformers are read,
+        too, without their random states. The scheduler's state is then the ``"lr_scheduler"`` of what is returned.
 
         Args:
             path: a folder, or a URL that fsspec knows.

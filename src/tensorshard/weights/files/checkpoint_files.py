@@ -157,8 +157,16 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
+class _Unused:
+    """Stands for the plans of ranks, which Megatron-Core keeps in the metadata. They are not needed."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"):
+            return _Unused
         if module == "pathlib._local":  # as Python 3.13 calls it
             module = "pathlib"
         if (module, name) in _ALLOWED or (module == "torch" and name in DTYPES):
@@ -365,16 +373,16 @@ class CheckpointWeights(WeightFile):
     PREFIXES = ("model.", "buffers.")
 
     def __init__(self, place: Path | str | OpenCheckpoint) -> None:
-        self._checkpoint = place if isinstance(place, OpenCheckpoint) else open_checkpoint(place)
-        self._file = MANIFEST if self._checkpoint.manifest is not None else ".metadata"
-        super().__init__(self._checkpoint.store.path_of(self._file))
-        if self._checkpoint.document.get("base"):
+        self.checkpoint = place if isinstance(place, OpenCheckpoint) else open_checkpoint(place)
+        self._file = MANIFEST if self.checkpoint.manifest is not None else ".metadata"
+        super().__init__(self.checkpoint.store.path_of(self._file))
+        if self.checkpoint.document.get("base"):
             raise ValueError(
                 f"{place} has the trained parameters alone (engine.save(trained_only=True)), not the "
-                f"{len(self._checkpoint.document['base'])} frozen ones: build the engine from the weights that it was "
+                f"{len(self.checkpoint.document['base'])} frozen ones: build the engine from the weights that it was "
                 f"trained from, and call engine.load, then engine.save or engine.save_pretrained"
             )
-        stored = self._checkpoint.metadata.state_dict_metadata
+        stored = self.checkpoint.metadata.state_dict_metadata
         self._keys = {
             key.partition(".")[2]: key
             for key, entry in stored.items()
@@ -384,16 +392,16 @@ class CheckpointWeights(WeightFile):
 
     @property
     def size(self) -> int:
-        return self._checkpoint.store.size(self._file) or 0
+        return self.checkpoint.store.size(self._file) or 0
 
     @property
     def document(self) -> dict[str, Any]:
         """The checkpoint's ``engine.json``."""
-        return self._checkpoint.document
+        return self.checkpoint.document
 
     def __getitem__(self, name: str) -> torch.Tensor:
         room = torch.empty_like(self._layouts[name], device="cpu")
-        read_into(self._checkpoint, {self._keys[name]: room})
+        read_into(self.checkpoint, {self._keys[name]: room})
         return room
 
     def __iter__(self) -> Iterator[str]:

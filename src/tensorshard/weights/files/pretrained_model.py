@@ -82,8 +82,8 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
     Args:
         path: a directory as Hugging Face writes it (``model.safetensors``, or several files and an index); or a file:
             ``.safetensors``, or a state dict by ``torch.save``, which may be the entry ``"state_dict"`` or ``"model"``
-            of a dict; or a checkpoint of :meth:`tensorshard.Engine.save`, or of DeepSpeed, FSDP, torchtitan, Accelerate
-            or the Trainer of transformers, of which only the weights are taken.
+            of a dict; or a checkpoint of :meth:`tensorshard.Engine.save`, or of DeepSpeed, FSDP, torchtitan,
+            Accelerate, Megatron-Core or the Trainer of transformers, of which only the weights are taken.
             Pickles that could run code raise an error. Or a URL of one of these that fsspec knows, such as
             ``s3://bucket/model``: a checkpoint is read from there, and other files are copied to the folder of caches
             first (``~/.cache/tensorshard``), once per machine.
@@ -146,7 +146,7 @@ class _FileTensors(TensorSource):
 
 
 def _stored(path: Path | str, module: nn.Module) -> StoredWeights:
-    stored = _find_stored(open_weights(path), module)
+    stored = _find_stored(open_weights(path, module), module)
     if not stored.made_of:
         raise ValueError(
             f"{path} has no weight of this {type(module).__name__}: its names are like "

@@ -30,6 +30,7 @@ class DcpFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.metadata: Metadata = read_metadata(folder)
+        self._last: tuple[MetadataIndex, Any] | None = None  # what was read last: several pieces may be parts of it
         ends: dict[str, int] = {}
         for place in self.metadata.storage_data.values():
             if getattr(place, "transform_descriptors", None):
@@ -64,11 +65,16 @@ class DcpFolder:
         return self.tensor(key)
 
     def _load(self, index: MetadataIndex) -> Any:
+        last = self._last
+        if last is not None and last[0] == index:
+            return last[1]
         place = self.metadata.storage_data[index]
         with (self.folder / place.relative_path).open("rb") as stream:
             stream.seek(place.offset)
             data = io.BytesIO(stream.read(place.length))
-        return load_safely(data, f"{index.fqn} in {self.folder / place.relative_path}")
+        value = load_safely(data, f"{index.fqn} in {self.folder / place.relative_path}")
+        self._last = index, value
+        return value
 
 
 def read(folder: Path, optimizer_folder: Path | None = None) -> Contents:

@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+from torch import nn
+
 from tensorshard.common.stores import open_store
+from tensorshard.model.parameters import parameter_aliases
 from tensorshard.weights.files.checkpoint_files import CheckpointWeights, OpenCheckpoint, WeightFile, open_checkpoint
-from tensorshard.weights.files.foreign import dcp, deepspeed, torch_files
+from tensorshard.weights.files.foreign import dcp, deepspeed, megatron, torch_files
 from tensorshard.weights.files.foreign.pieces import Contents
 from tensorshard.weights.files.manifest import MANIFEST
 from tensorshard.weights.files.weight_files import open_weight_files
 
 KNOWN = (
     "DeepSpeed's (ZeRO 0 to 3, universal), torch.distributed.checkpoint's (FSDP, FSDP2, torchtitan), Accelerate's "
-    "save_state, the transformers Trainer's checkpoint-N, full state dicts of torch.save"
+    "save_state, the transformers Trainer's checkpoint-N, Megatron-Core's torch_dist, full state dicts of torch.save"
 )
 
 
@@ -52,12 +55,9 @@ def read_foreign(path: Path) -> Contents | None:
         if found != path:
             torch_files.add_side_files(contents, path)
         return contents
-    if (path / "common.pt").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
-        raise ValueError(
-            f"{path} is of Megatron (common.pt, latest_checkpointed_iteration.txt), whose names, stacked layers and "
-            f"fused projections are not those of other models: convert it to Hugging Face's format with Megatron "
-            f"Bridge, and give that to ts.from_pretrained"
-        )
+    found = megatron.folder_of(path)
+    if found is not None:
+        return megatron.read(found)
     if (path / ".metadata").is_file():
         return dcp.read(path)
     models = sorted(path.glob("pytorch_model_fsdp_*"))
@@ -77,17 +77,44 @@ def _folder_kind(path: Path) -> str:
     return "the transformers Trainer" if (path / "trainer_state.json").is_file() else "Accelerate"
 
 
-def open_weights(path: Path | str) -> list[WeightFile]:
+def open_weights(path: Path | str, module: nn.Module | None = None) -> list[WeightFile]:
     """The weights at `path`: those of :func:`open_weight_files`, or of another program's checkpoint.
+
+    Args:
+        module: that they are for, on the meta device: Megatron's are then found by its names.
 
     Raises:
         FileNotFoundError: there are none.
+        ValueError: Megatron's are those of another model.
     """
+    files = _weights_at(path)
+    return [in_names_of(file, module) if isinstance(file, CheckpointWeights) and module else file for file in files]
+
+
+def in_names_of(weights: CheckpointWeights, module: nn.Module | None) -> CheckpointWeights:
+    """`weights`, which may be Megatron's, by the names of the model `module`, on the meta device.
+
+    Raises:
+        ValueError: they are Megatron's, and those of another model, or there is no model.
+    """
+    if not megatron.is_of_megatron(weights.checkpoint):
+        return weights
+    if module is None:
+        raise ValueError(
+            f"{weights.folder} has Megatron's names and layers, and no config.json of the model beside them, which "
+            f"would say what they are called elsewhere: put one there, or load it into an engine and save that"
+        )
+    shapes = {name: tensor.shape for name, tensor in module.named_parameters()}
+    return CheckpointWeights(megatron.by_names_of(weights.checkpoint, module, shapes, parameter_aliases(module)))
+
+
+def _weights_at(path: Path | str) -> list[WeightFile]:
     if isinstance(path, Path) and path.is_dir() and not is_ours(path):
-        try:
-            return open_weight_files(path)
-        except FileNotFoundError:
-            if read_foreign(path) is None:
-                raise
+        if megatron.folder_of(path) is None:  # beside its weights lies a common.pt, which has none
+            try:
+                return open_weight_files(path)
+            except FileNotFoundError:
+                if read_foreign(path) is None:
+                    raise
         return [CheckpointWeights(open_any(path))]
     return open_weight_files(path)

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from tensorshard.common.stores import LocalStore
 from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, TensorReader
-from tensorshard.weights.files.manifest import DamagedCheckpointError, box
+from tensorshard.weights.files.manifest import CheckedFile, DamagedCheckpointError, PieceEntry, as_bytes, box
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and recomputation put into names, wherever the module is that they wrap."""
@@ -65,7 +66,7 @@ class ForeignTensor:
         pieces, start, count = [], 0, math.prod(shape)
         for run in runs:
             stop = min(start + run.numel(), count)
-            for offset, sizes, first in _boxes(shape, start, stop):
+            for offset, sizes, first in boxes(shape, start, stop):
                 view = run.narrow(0, first - start, math.prod(sizes)).view(sizes)
                 pieces.append(Piece(offset, sizes, lambda view=view: view))  # type: ignore[misc]
             start = stop
@@ -76,7 +77,7 @@ class ForeignTensor:
         return math.prod(self.shape) - sum(math.prod(piece.sizes) for piece in self.pieces)
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """The boxes that the elements `start` to `stop` of a tensor consist of: offset, sizes, and the first element."""
     if start >= stop:
         return
@@ -91,7 +92,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
     for low, high in ends:
         if low < high:
             index = low // row
-            for offset, sizes, element in _boxes(shape[1:], low - index * row, high - index * row):
+            for offset, sizes, element in boxes(shape[1:], low - index * row, high - index * row):
                 yield (index, *offset), (1, *sizes), index * row + element
 
 
@@ -123,8 +124,35 @@ class ForeignCheckpoint(OpenCheckpoint):
         return _PieceReader(self.metadata)
 
     def renamed(self, names: Mapping[str, str]) -> "ForeignCheckpoint":
-        tensors = {names[name]: tensor for name, tensor in self.tensors.items() if name in names}
+        return self.with_tensors({names[name]: tensor for name, tensor in self.tensors.items() if name in names})
+
+    def with_tensors(self, tensors: dict[str, ForeignTensor]) -> "ForeignCheckpoint":
+        """The same with other tensors."""
         return replace(self, tensors=tensors, metadata=_metadata_of(tensors))
+
+
+def in_pieces(checkpoint: OpenCheckpoint) -> ForeignCheckpoint:
+    """`checkpoint`, which may be one that was imported, as tensors whose pieces are read one by one."""
+    if isinstance(checkpoint, ForeignCheckpoint):
+        return checkpoint
+    assert checkpoint.manifest is not None  # format 1 is of no other program
+    tensors = {
+        name: ForeignTensor(
+            tuple(entry.shape),
+            entry.torch_dtype,
+            [Piece(p.offset, p.sizes, partial(_read_piece, checkpoint, p, entry.torch_dtype)) for p in entry.pieces],
+        )
+        for name, entry in checkpoint.manifest.tensors.items()
+    }
+    return ForeignCheckpoint(checkpoint.store, checkpoint.document, checkpoint.metadata, None, tensors)
+
+
+def _read_piece(checkpoint: OpenCheckpoint, piece: PieceEntry, dtype: torch.dtype) -> torch.Tensor:
+    assert checkpoint.manifest is not None
+    room = torch.empty(piece.sizes, dtype=dtype)
+    with CheckedFile(checkpoint.store, piece.file, checkpoint.manifest.files[piece.file]) as stream:
+        stream.read_into(piece.start, as_bytes(room))
+    return room
 
 
 def _metadata_of(tensors: Mapping[str, ForeignTensor]) -> Metadata:
@@ -157,6 +185,7 @@ class Contents:
         step: optimizer steps so far; None if the files don't say.
         scaler: of fp16's loss.
         extra: what else there is, such as the scheduler's state.
+        about: what fitting it to a model needs; ``unread`` says why the optimizer's states are not read.
     """
 
     source: str
@@ -166,6 +195,7 @@ class Contents:
     step: int | None = None
     scaler: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
 
     def opened(self, folder: Path) -> ForeignCheckpoint:
         """The checkpoint in `folder` that these are the contents of.
@@ -184,7 +214,7 @@ class Contents:
                 )
         document = {
             "format": 2,
-            "imported": {"source": self.source},
+            "imported": {"source": self.source, **self.about},
             "aliases": {},
             "optimizer": {
                 "class": None,
@@ -261,11 +291,12 @@ _STANDING = {
 }
 
 
-def load_safely(file: Path | io.BytesIO, what: str | None = None) -> Any:
+def load_safely(file: Path | io.BytesIO, what: str | None = None, *, stands_for: tuple[str, ...] = ()) -> Any:
     """What ``torch.save`` wrote to `file`: tensors are mapped where it is a file, and no code is run.
 
     Args:
         what: to call it in messages.
+        stands_for: beginnings of the names of further classes, whose objects become plain ones without code.
 
     Raises:
         DamagedCheckpointError: it is cut off.
@@ -278,6 +309,9 @@ def load_safely(file: Path | io.BytesIO, what: str | None = None) -> Any:
             f"that such a file has; copy the checkpoint again from where it came"
         )
     allowed: list[Any] = [(standing, name) for name, standing in _STANDING.items()]
+    if stands_for:
+        further = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        allowed += [(type("Standing", (_Standing,), {}), name) for name in further if name.startswith(stands_for)]
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
