@@ -64,7 +64,7 @@ def format_value(value: float, unit: str) -> str:
             return f"{value / 1e6:.0f} million/s"
         case "error":
             return f"{value:.1e}"
-        case "tokens":
+        case "tokens" | "count":
             return f"{value:,.0f}"
         case "classes":
             return f"{value / 1e6:.1f} million"

@@ -19,7 +19,7 @@ class Quantity:
         key: its name in a results file.
         label: its name in a table.
         unit: "s"; "bytes" of memory, or "B" for few of them; "share" of the whole; "times" another
-            quantity; "error", a number; "classes", "tokens" or "parameters/s", of which more is better.
+            quantity; "error", a number; "count"; "classes", "tokens" or "parameters/s", of which more is better.
         headline: whether the README's table has it too; the terminal's and the results file always do.
     """
 

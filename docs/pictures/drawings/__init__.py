@@ -10,6 +10,7 @@ from drawings.held import draw_held
 from drawings.memory import draw_memory
 from drawings.mesh import draw_experts, draw_mesh
 from drawings.offload import draw_offload, offload_group
+from drawings.overlap import draw_overlap
 from drawings.planner import draw_planner, planner_models
 from drawings.recording import draw_recording
 from drawings.schedules import draw_schedules
@@ -36,6 +37,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     ),
     "held.svg": draw_held,
     "schedules.svg": draw_schedules,
+    "overlap.svg": draw_overlap,
     "table.svg": draw_table,
     "imports.svg": draw_imports,
     "step.svg": draw_step,

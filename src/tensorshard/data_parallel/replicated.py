@@ -125,7 +125,7 @@ class ReplicatedModel(ShardedModel):
     # -- values --
 
     def all_gather_parameters(self, copied: Container[torch.Tensor] = ()) -> None:
-        for bucket in self._buckets.trained:
+        for bucket in self._buckets.forward_order():
             self._weights.publish(bucket, copied)
 
     def watch_updates(self, update: UpdateProgress) -> None:
