@@ -6,6 +6,7 @@ queries, keys and values by groups of heads.
 
 import io
 import pickle
+import re
 import shutil
 import signal
 from argparse import Namespace
@@ -29,6 +30,7 @@ import tensorshard as ts
 from tensorshard.checkpoint.export import export_checkpoint
 from tensorshard.checkpoint.imported import import_checkpoint
 from tensorshard.weights.files.checkpoint_files import read_tensors
+from tensorshard.weights.files.foreign.opening import open_any
 from tensorshard.weights.files.manifest import DamagedCheckpointError
 
 _HEADS, _GROUPS, _SIZE, _LAYERS, _VOCABULARY, _PADDED = 4, 2, 4, 2, 100, 128
@@ -52,6 +54,10 @@ def _model(kind: str, **changed: Any) -> nn.Module:
     }  # fmt: skip
     if kind == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(**values, num_local_experts=3))
+    if kind == "qwen3 with experts":
+        return hf.Qwen3MoeForCausalLM(
+            hf.Qwen3MoeConfig(**values, num_experts=3, moe_intermediate_size=24, num_experts_per_tok=2)
+        )
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
     return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**values))
 
@@ -166,6 +172,7 @@ def _write(
     apart: bool = False,
     flat: bool = False,
     buckets: bool = False,
+    nemo: bool = False,
     cut: _Cut = lambda tensor, dim: tensor,
     **args: Any,
 ) -> None:
@@ -209,6 +216,9 @@ def _write(
         else:
             common["optimizer"] = {"optimizer": described, "grad_scaler": {"scale": 512.0, "growth_tracker": 2}}
     alone = not dist.is_initialized()
+    if nemo:  # names begin with that of Lightning's module
+        state = {re.sub(r"^(optimizer\.state\.\w+\.)?", r"\g<1>module.", key, count=1): t for key, t in state.items()}
+        common = {"global_step": 3, "optimizer": [common["optimizer"]], "opt_param_scheduler": {"num_steps": 12}}
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=alone)
     if alone or dist.get_rank() == 0:
@@ -264,6 +274,8 @@ _CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "qwen2, a tensor for each layer": ("qwen2", {"each": True}, _TP2, False),
     "qwen3, norms apart": ("qwen3", {"apart": True}, _ZERO3, False),
     "qwen3, flattened, imported": ("qwen3", {"flat": True, "each": True, "apart": True}, _PP2, True),
+    "qwen3, NeMo": ("qwen3", {"nemo": True}, _PP2, False),
+    "qwen3 with experts": ("qwen3 with experts", {"each": True}, _ZERO3, False),
     "mixtral": ("mixtral", {}, _ZERO3, False),
     "gpt2, ZeRO 3": ("gpt2", {}, _ZERO3, False),
     "gpt2, tp": ("gpt2", {"flat": True}, _TP2, False),
@@ -278,6 +290,8 @@ def test_training_goes_on(ranks: Any, tmp_path: Path, case: str) -> None:
     path = tmp_path / "theirs"
     expected, there = ranks(2, _alone, path / "iter_0000003", kind, layout)[0]
     (path / "latest_checkpointed_iteration.txt").write_text("3")
+    if not layout.get("flat"):
+        assert open_any(path).document["scaler"] == {"scale": 512.0, "steps_since_overflow": 2}
     if imported:
         import_checkpoint(path, tmp_path / "imported")
         path = tmp_path / "imported"
@@ -374,7 +388,7 @@ _BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "torch": (_legacy, "format torch .mp_rank_00/model_optim_rng.pt.*--ckpt-format torch_dist"),
     "zarr": (lambda path: (path / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "Megatron's format zarr"),
     "no common.pt": (lambda path: (path / "common.pt").unlink(), "has no file common.pt"),
-    "planted": (lambda path: torch.save({"args": _Runs()}, path / "common.pt"), "could run code"),
+    "planted": (lambda path: torch.save({"args": _Runs()}, path / "common.pt"), "common.pt that .* could run code"),
     "no layers": (lambda path: dcp.save({"x": torch.ones(2)}, checkpoint_id=path, no_dist=True), "no weights of a GPT"),
     "the latest is lost": (
         lambda path: (path / "latest_checkpointed_iteration.txt").write_text("7"),
@@ -413,6 +427,7 @@ def test_what_was_imported_is_exported_by_the_names_of_a_config(theirs: Path, tm
     model.config.save_pretrained(path)
     import_checkpoint(path, tmp_path / "imported", overwrite=True)
     export_checkpoint(tmp_path / "imported", tmp_path / "hf")
+    places = [tmp_path / "theirs", tmp_path / "imported", tmp_path / "hf"]
     _train(model, _adamw(model.named_parameters()), range(1))
-    read = type(model).from_pretrained(tmp_path / "hf").state_dict()
-    assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+    for read in [ts.from_pretrained(place)().state_dict() for place in places]:
+        assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())

@@ -41,6 +41,7 @@ _STATE = re.compile(
     r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.((?:module\.)?(?:embedding|decoder|output_layer)\b.*)"
 )
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h)\.(\d+)\.(.+)")
+_WEIGHTS_ALONE = "ts.from_pretrained takes the weights alone"
 _MASTERS = ("fp32_param", "param")
 _ATTENTION, _MLP = "self_attention.linear_qkv", "mlp.linear_fc1"
 _NORMS = {  # a layer's, by the names of models; fused into the layer that follows, or apart
@@ -138,9 +139,15 @@ def read(folder: Path) -> Contents:
                 f"{folder} is of Megatron, and has no file {name}: copy the whole folder, or load an older iteration"
             )
     there = DcpFolder(folder)
-    common = load_safely(folder / "common.pt", stands_for=("megatron.", "nemo.", "signal."))
-    args = plain_values(vars(common["args"])) if hasattr(common.get("args"), "__dict__") else {}
-    found = Contents("Megatron-Core, torch_dist", about={"megatron": args})
+    found = Contents("Megatron-Core, torch_dist", about={"megatron": {}})
+    try:
+        common = load_safely(folder / "common.pt", stands_for=("megatron.", "nemo.", "signal."))
+    except DamagedCheckpointError:
+        raise
+    except ValueError as error:
+        common = {}
+        found.about["unread"] = f"has steps and options in a common.pt that is not read: {error}. {_WEIGHTS_ALONE}"
+    args = found.about["megatron"] = plain_values(getattr(common.get("args"), "__dict__", {}))
     weights, states, rest = {}, {}, []
     for key, entry in there.metadata.state_dict_metadata.items():
         state = _STATE.fullmatch(key)
@@ -164,11 +171,11 @@ def read(folder: Path) -> Contents:
         tensor = _unflattened(there.tensor(stored), found.weights[name].shape)
         of_key = found.weights if key in _MASTERS else found.states.setdefault(key, {})
         of_key[name] = tensor
+    found.step = common.get("iteration", common.get("global_step"))  # NeMo's is the latter
     _add_optimizer(found, common, there, rest)
-    found.step = common.get("iteration")
     if common.get("opt_param_scheduler") is not None:
         found.extra["lr_scheduler"] = common["opt_param_scheduler"]
-    found.extra["iteration"] = common.get("iteration")
+    found.extra["iteration"] = found.step
     found.extra["consumed_train_samples"] = args.get("consumed_train_samples")
     return found
 
@@ -216,12 +223,12 @@ def _add_optimizer(found: Contents, common: Mapping[str, Any], there: DcpFolder,
             f"has the states of the distributed optimizer by buckets ({buckets[0]}), and which of their elements are "
             f"which parameter's depends on the ranks that wrote them: load it once in Megatron, on as many ranks, and "
             f"save it with --dist-ckpt-optim-fully-reshardable (before Megatron-Core 0.14, with "
-            f"--ckpt-fully-parallel-save). ts.from_pretrained takes the weights alone"
+            f"--ckpt-fully-parallel-save). {_WEIGHTS_ALONE}"
         )
     if not found.states:
         return
     steps = [float(step) for key in ("common_step", "step") for part in [*parts, *groups] for step in _find(part, key)]
-    step = torch.tensor(steps[0] if steps else float(common.get("iteration") or 0))
+    step = torch.tensor(steps[0] if steps else float(found.step or 0))
     names = dict.fromkeys(name for of_key in found.states.values() for name in of_key)
     found.states["step"] = {name: ForeignTensor.of(step) for name in names}
     members: dict[int, list[str]] = {}
@@ -244,7 +251,9 @@ def _add_optimizer(found: Contents, common: Mapping[str, Any], there: DcpFolder,
 
 
 def _find(value: Any, name: str) -> list[Any]:
-    """What nested mappings have under `name`."""
+    """What nested mappings and lists have under `name`."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return []
     return [v for k, inner in value.items() for v in ([inner] if k == name else _find(inner, name)) if v is not None]
@@ -449,7 +458,7 @@ class _Model:
             self._said("num_query_groups") if config is None else 0
         )
         hidden = getattr(config, "hidden_size", None) or args.get("hidden_size") or 0
-        size = getattr(config, "head_dim", None) or hidden // heads
+        size = getattr(config, "head_dim", None) or (config is None and args.get("kv_channels")) or hidden // heads
         return heads, groups or heads, size
 
     def _said(self, name: str) -> Any:
