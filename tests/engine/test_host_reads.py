@@ -88,6 +88,7 @@ def _reads(fields: dict[str, Any]) -> dict[Any, int]:
         (1, dict(zero=1, clip_grad_norm=1.0, micro_batches=2)),
         (1, dict(zero=0)),
         (1, dict(zero=2, precision="bf16", clip_grad_norm=1.0)),
+        (1, dict(zero=1, precision="fp16", clip_grad_norm=1.0)),  # whether gradients overflowed is in the same one
         (2, dict(zero=3, clip_grad_norm=1.0, micro_batches=2)),
         (2, dict(tp=2, clip_grad_norm=1.0)),
         (2, dict(pp=2, micro_batches=2, clip_grad_norm=1.0)),

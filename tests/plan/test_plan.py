@@ -155,6 +155,7 @@ def test_parameters_that_stay_in_memory_cannot_be_offloaded():
         (dict(clip_grad_norm=float("nan")), ValueError, "clip_grad_norm is nan"),
         (dict(clip_grad_norm="1"), TypeError, "clip_grad_norm is '1'"),
         (dict(compile="yes"), TypeError, "compile is 'yes'; it must be True or False"),
+        (dict(compile="reduce-overhead"), TypeError, "records CUDA graphs; it must be True or False"),
         (dict(shard_units=[]), TypeError, r"shard_units is \[\]"),
         (dict(shard_units=0), ValueError, "shard_units is 0"),
         (dict(shard_units="blocks.*"), TypeError, "a non-empty list of module names"),

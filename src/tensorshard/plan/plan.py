@@ -30,6 +30,7 @@ LOGITS_MODES = ("auto", "tiled", "whole")
 CP_ORDERS = ("auto", "contiguous", "zigzag")
 
 # Fields that only matter along one of the axes.
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 _FIELDS_OF_AXES = {"pp_schedule": "pp", "pp_split": "pp", "pp_stages_per_rank": "pp", "pp_units": "pp"}
 
 
@@ -147,6 +148,11 @@ class Plan(FromOthers):
             check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.clip_grad_norm is not None:
             check_positive("clip_grad_norm", self.clip_grad_norm)
+        if str(self.compile) in _WITH_GRAPHS:
+            raise TypeError(
+                f"compile is {self.compile!r}, which records CUDA graphs; it must be True or False. A graph keeps "
+                f"gradients in memory that its next replay overwrites, while messages to other ranks still read them"
+            )
         for name in ("compile", "sequence_parallel", "tp_check"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
