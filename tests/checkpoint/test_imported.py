@@ -23,6 +23,8 @@ from torch.nn import functional
 
 import tensorshard as ts
 from tensorshard.checkpoint.imported import import_checkpoint
+from tensorshard.host.memory import status_bytes
+from tensorshard.weights.files.foreign.dcp import DcpFolder
 from tensorshard.weights.files.foreign.opening import open_any
 from tensorshard.weights.files.foreign.pieces import ForeignTensor
 from tensorshard.weights.files.manifest import DamagedCheckpointError
@@ -402,6 +404,20 @@ def test_a_folder_of_no_known_kind(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(FileNotFoundError, match=r"it has notes\.txt\. Known are .*DeepSpeed"):
         import_checkpoint(tmp_path, tmp_path / "ours")
+
+
+def test_of_a_tensor_of_dcp_only_what_is_used_is_read(tmp_path: Path) -> None:
+    whole = torch.arange(1024.0)
+    given = {"turned": whole.view(32, 32).T, "part": whole[3:7], "odd": whole[:3].bfloat16(), "one": whole[5]}
+    dcp.save({**given, "large": torch.ones(1 << 24)}, checkpoint_id=tmp_path, no_dist=True)
+    there = DcpFolder(tmp_path)
+    for name, tensor in given.items():
+        assert torch.equal(there.tensor(name).pieces[0].read(), tensor)
+    before = status_bytes("VmRSS")
+    large = there.tensor("large").pieces[0].read()
+    assert large[1000:2000].sum() == 1000
+    after = status_bytes("VmRSS")
+    assert before is None or after is None or after - before < 16 << 20  # of 64 MiB
 
 
 def test_code_in_a_folder_of_dcp_is_refused(tmp_path: Path) -> None:

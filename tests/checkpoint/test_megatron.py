@@ -422,7 +422,7 @@ def test_what_was_imported_is_exported_by_the_names_of_a_config(theirs: Path, tm
     with pytest.raises(ValueError, match=r"no config\.json of the model"):
         export_checkpoint(tmp_path / "imported", tmp_path / "hf")
     path = shutil.copytree(theirs, tmp_path / "theirs")
-    model = _model("llama")
+    model: Any = _model("llama")
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(path)
     import_checkpoint(path, tmp_path / "imported", overwrite=True)

@@ -10,13 +10,13 @@ shapes too, but has no device, and no error where a value is asked for.
 - `DataDependentOutputException`, `DynamicOutputShapeException`, `UnsupportedFakeTensorException`,
   `UnsupportedOperatorException`: raised by code that needs values, or an operator without a fake kernel.
 
-Checked: torch 2.13 and 2.15, for all of these and for the functions below.
+Checked: torch 2.13 and 2.15, for all of these and, where nothing else is said, the functions below.
 
 Public way: none in these versions. ``torch.export`` makes fake tensors by itself, but runs whole programs.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,9 +52,27 @@ __all__ = [
     "detect_fake_mode",
     "fake_device",
     "grouped_products_of_any_dtype",
+    "layout_in_file",
     "unset_fake_temporarily",
     "without_fake_kernel_reports",
 ]
+
+
+def layout_in_file(load: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """What `load`, a ``torch.load`` of one tensor, returns, without its values, which are not read: a fake tensor, and
+    the byte of the file at which its storage begins.
+
+    Why: a checkpoint's tensor lies within a larger file, of which a rank needs some rows.
+
+    Checked: torch 2.13.
+
+    Public way: ``torch.load(path, mmap=True)``, where the file holds nothing else.
+    """
+    with FakeTensorMode():
+        tensor = load()
+    start = tensor.untyped_storage()._checkpoint_offset
+    assert start is not None  # under this mode
+    return tensor, start
 
 
 def fake_device(tensor: Any) -> torch.device | None:

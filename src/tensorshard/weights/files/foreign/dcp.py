@@ -1,14 +1,17 @@
 """Folders of ``torch.distributed.checkpoint``: of FSDP and FSDP2 by any script, of Accelerate, and of torchtitan."""
 
 import io
+import mmap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from tensorshard.common.stores import LocalStore
+from tensorshard.torch_private.fake_tensors import layout_in_file
 from tensorshard.weights.files.checkpoint_files import read_metadata
 from tensorshard.weights.files.foreign.pieces import Contents, ForeignTensor, Piece, load_safely, without_module
 from tensorshard.weights.files.foreign.torch_files import add_flat_optimizer, add_rest
@@ -48,7 +51,7 @@ class DcpFolder:
         return {key: tuple(str(part) for part in known.get(key, (key,))) for key in self.metadata.state_dict_metadata}
 
     def tensor(self, key: str) -> ForeignTensor:
-        """The tensor `key`, of which each piece is read when it is asked for."""
+        """The tensor `key`, whose pieces are views of the mapped files: only what is used of them is read."""
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         pieces = [
@@ -69,12 +72,48 @@ class DcpFolder:
         if last is not None and last[0] == index:
             return last[1]
         place = self.metadata.storage_data[index]
-        with (self.folder / place.relative_path).open("rb") as stream:
-            stream.seek(place.offset)
-            data = io.BytesIO(stream.read(place.length))
-        value = load_safely(data, f"{index.fqn} in {self.folder / place.relative_path}")
+        file = self.folder / place.relative_path
+        with file.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        window = _Window(memoryview(mapped)[place.offset : place.offset + place.length])
+        load = partial(load_safely, cast("IO[bytes]", window), f"{index.fqn} in {file}")
+        value: Any
+        if isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            layout, start = layout_in_file(load)
+            count = layout.untyped_storage().nbytes() // layout.itemsize
+            flat = torch.frombuffer(mapped, dtype=layout.dtype, count=count, offset=place.offset + start)
+            value = flat.as_strided(layout.shape, layout.stride(), layout.storage_offset())
+        else:
+            value = load()
         self._last = index, value
         return value
+
+
+class _Window(io.RawIOBase):
+    """A part of a file that is mapped into memory."""
+
+    def __init__(self, part: memoryview) -> None:
+        self._part = part
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        self._at = to + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._part)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        part = self._part[self._at : self._at + len(room)]
+        room[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
 
 def read(folder: Path, optimizer_folder: Path | None = None) -> Contents:

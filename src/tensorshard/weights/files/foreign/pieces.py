@@ -1,6 +1,5 @@
 """Tensors that lie in pieces in the files of other programs, and what reads boxes of them."""
 
-import io
 import math
 import pickle
 import zipfile
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import StorageReader
@@ -291,7 +290,7 @@ _STANDING = {
 }
 
 
-def load_safely(file: Path | io.BytesIO, what: str | None = None, *, stands_for: tuple[str, ...] = ()) -> Any:
+def load_safely(file: Path | IO[bytes], what: str | None = None, *, stands_for: tuple[str, ...] = ()) -> Any:
     """What ``torch.save`` wrote to `file`: tensors are mapped where it is a file, and no code is run.
 
     Args:
