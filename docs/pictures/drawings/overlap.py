@@ -5,7 +5,7 @@ import json
 from drawings.svg import RESULTS, rectangle, svg, text
 
 _SHOWN = ("ZeRO 1", "ZeRO 3", "ZeRO 1, 2 replicas", "ZeRO 1, tp=8")
-_LEFT, _WIDE, _LANE, _GAP = 190, 640, 20, 12  # pixels: of the names, of the longest step, of a lane, between plans
+_LEFT, _WIDE, _LANE, _GAP = 120, 700, 20, 12  # pixels: of the names, of the longest step, of a lane, between plans
 _COLOURS = {"compute": "activations", "all_gather": "gathered", "reduce_scatter": "gradients", "all_reduce": "states"}
 _WORDS = {
     "compute": "kernels",
@@ -19,6 +19,7 @@ def draw_overlap() -> str:
     (path,) = RESULTS.glob("overlap-*.json")
     (group,) = json.loads(path.read_text(encoding="utf-8"))["groups"]
     plans = {name: group["settings"]["lanes"][name] for name in _SHOWN}
+    rows = {row["contender"]: row for row in group["rows"]}
     unit = _WIDE / max(end for lanes in plans.values() for spans in lanes.values() for _, _, end in spans)
     shapes, y = [], 46.0
     x = float(_LEFT)
@@ -26,9 +27,12 @@ def draw_overlap() -> str:
         shapes += [rectangle(x, 16, 12, 12, colour), text(x + 18, 27, _WORDS[kind], "small")]
         x += 130
     for name, lanes in plans.items():
-        shapes.append(text(16, y + 14, name, "strong"))
+        values = {key: value["median"] for key, value in rows[name]["values"].items()}
+        said = f"{name}: {values['seconds'] * 1e3:.0f} ms, {values['hidden']:.0%} of the messages' time hidden"
+        shapes.append(text(16, y + 14, said, "strong"))
+        y += _LANE
         for lane, spans in sorted(lanes.items()):
-            shapes.append(text(_LEFT - 84, y + 14, lane.replace("messages, ", ""), "small"))
+            shapes.append(text(24, y + 13, lane.replace("messages, ", ""), "small"))
             for kind, start, end in spans:
                 width = max(0.6, (end - start) * unit)
                 shapes.append(rectangle(_LEFT + start * unit, y, width, _LANE - 4, _COLOURS.get(kind, "memory")))
