@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorshard as ts
 from tensorshard.data_parallel.published_weights import DEBUG_VARIABLE
+from tensorshard.engine import gradients
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.torch_private.process_groups import fake_world
 
@@ -120,6 +121,15 @@ def test_backward_goes_on_between_the_two_sums_of_hybrid_sharding():
     for first, following in pairwise(scatters[:-1]):
         (second,) = (i for i in range(first, following) if "allreduce" in kinds[i])
         assert "aten.mm.default" in kinds[first:second], kinds
+
+
+def test_on_a_gpu_an_update_is_launched_before_its_check_is_read(monkeypatch):
+    monkeypatch.setattr(gradients, "_reads_later", lambda _: True)
+    order = _engine_counts(32, zero=1, precision="fp16").order
+    (update,) = (place for place, name in enumerate(order) if name == "aten._fused_adamw_.default")
+    (read,) = (place for place, name in enumerate(order) if name == "aten._local_scalar_dense.default")
+    gathers = [place for place, name in enumerate(order) if "gather" in name and name.startswith("c10d")]
+    assert update < read < min(gathers)  # what ranks wrote is compared before they have each other's weights
 
 
 def _blocks(between: Any) -> nn.Module:

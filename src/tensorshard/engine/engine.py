@@ -14,7 +14,14 @@ from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.average import WeightAverages
 from tensorshard.engine.frozen import target_log_probs
 from tensorshard.engine.generation import Generator
-from tensorshard.engine.gradients import FinalGradients, GradientNorm, LossScaler, NonFiniteLossError
+from tensorshard.engine.gradients import (
+    FinalGradients,
+    GradientNorm,
+    LaunchedCheck,
+    LossScaler,
+    NonFiniteLossError,
+    NotTakenError,
+)
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
 from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.coupled_samples import CoupledSamples
@@ -104,6 +111,8 @@ class Engine(LoopMethods, StateMethods):
         {}
     """
 
+    _check: LaunchedCheck | None = None  # of the update that is being launched
+
     def __init__(
         self,
         sharded: ShardedModel,
@@ -189,7 +198,7 @@ class Engine(LoopMethods, StateMethods):
                 CoupledSamples(sharded.model, plan, mesh, device).check,
                 *([] if self._owners is None else [self._owners.gather]),
             ),
-            after=self._after_update,
+            after=(self._conclude_check, self._after_update),
         )
         self._shares = BatchShares(self.loaders, mesh)
         self._forwards = ManualForwards(sharded, plan, mesh, device, self._shares, self._means)
@@ -378,13 +387,33 @@ class Engine(LoopMethods, StateMethods):
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         mean = self._penalties.add(loss.mean, factor)
-        checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count)
-        if checked is not None:
-            self._update.step(self._gradients.trained.values(), checked.scale)
+        if not self._launched_update(mean, factor):
+            checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count)
+            if checked is not None:
+                self._update.step(self._gradients.trained.values(), checked.scale)
         self._optimizer.zero_grad(set_to_none=True)
         self._steps.count()
         self.metrics = mean_metrics([loss])
         return mean
+
+    def _conclude_check(self) -> None:
+        """Called between an update and what follows it."""
+        if self._check is not None and not self._gradients.conclude(self._check):
+            raise NotTakenError
+
+    def _launched_update(self, mean: torch.Tensor, factor: torch.Tensor | float | None) -> bool:
+        """Updates the weights if that can be launched before the host knows that it is to be taken, so that the device
+        does not wait for the host. False: nothing was changed."""
+        self._check = self._gradients.launch_check(mean, factor) if self._update.may_skip else None
+        if self._check is None:
+            return False
+        try:
+            self._update.step_unless(self._gradients.trained.values(), self._check.scale, self._check.skip)
+        except NotTakenError:
+            return False
+        finally:
+            self._check = None
+        return True
 
     @property
     def step_count(self) -> int:

@@ -101,6 +101,29 @@ class CheckedGradients:
     scale: torch.Tensor | float | None
 
 
+class NotTakenError(Exception):
+    """Raised where an update was launched, and is not to be taken, so that it has changed nothing."""
+
+
+@dataclass(frozen=True)
+class LaunchedCheck:
+    """A check of gradients whose result is on its way to the host, so that the update can be launched before it is.
+
+    Args:
+        skip: 1 where the update is not to be taken, in fp32.
+        scale: what the update multiplies gradients by; 1 where `skip` is, None for 1 everywhere.
+    """
+
+    norm: torch.Tensor
+    skip: torch.Tensor
+    scale: torch.Tensor | None
+    _read: Callable[[], float]
+
+    def passed(self) -> bool:
+        """Whether the update is taken. Waits until that is known here, and not for the update."""
+        return self._read() == 0.0
+
+
 class FinalGradients:
     """The complete gradients of a sharded model. All calls are collectives of the mesh.
 
@@ -148,6 +171,38 @@ class FinalGradients:
         self._registered += 1
         self._hooks[self._registered] = hook
         return HookHandle(self._hooks, self._registered)
+
+    def launch_check(self, loss: torch.Tensor, factor: torch.Tensor | float | None) -> "LaunchedCheck | None":
+        """Checks gradients as :meth:`prepare` does, without its result yet. None where that cannot wait: for gradients
+        on the host, and where hooks get them."""
+        if not _reads_later(self._device) or self._hooks or self.moves_gradients or world().is_simulated:
+            return None
+        self._check_no_hooks_of_torch()
+        self.refresh()
+        writers = self._sharded.writers
+        norm = self.measure(spoil=writers if self._has_others else None)
+        final = _scaled(norm, factor)
+        values = torch.stack([value.detach().double() for value in (norm, final, loss)])
+        fails = ~values.isfinite().all()
+        if writers is not None:
+            fails = fails | (writers > 0)
+        if self._plan.clip_grad_norm is not None:
+            clipping = clip_factor(final, self._plan.clip_grad_norm)
+            factor = clipping if factor is None else factor * clipping
+        if isinstance(factor, float):
+            factor = torch.full((), factor, dtype=torch.float64, device=fails.device)
+        scale = None if factor is None else torch.where(fails, 1.0, factor)
+        skip = fails.float()
+        return LaunchedCheck(final, skip, scale, _started_read(skip))
+
+    def conclude(self, check: LaunchedCheck) -> bool:
+        """Whether the update is taken whose `check` was launched; if so, notes it as :meth:`prepare` does."""
+        if not check.passed():
+            return False
+        self.norm = check.norm
+        if self._scaler is not None:
+            self._scaler.update(overflowed=False)
+        return True
 
     def prepare(
         self,
@@ -346,6 +401,25 @@ def _read(values: list[torch.Tensor], flag: torch.Tensor | None) -> tuple[list[b
     everything = values if flag is None else [*values, flag]
     numbers = torch.stack([value.detach().double() for value in everything]).tolist()
     return [math.isfinite(number) for number in numbers[: len(values)]], flag is not None and numbers[-1] > 0
+
+
+def _reads_later(device: torch.device) -> bool:
+    """Whether a value of `device` reaches the host later than it is computed."""
+    return device.type == "cuda"
+
+
+def _started_read(value: torch.Tensor) -> Callable[[], float]:
+    """Starts to copy a scalar to the host; what is returned waits for that, and not for what is launched meanwhile."""
+    there = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+    there.copy_(value, non_blocking=True)
+    arrived = torch.get_device_module(value.device).Event()
+    arrived.record()
+
+    def read() -> float:
+        arrived.synchronize()
+        return float(there.item())
+
+    return read
 
 
 def _are_finite(*values: torch.Tensor) -> bool:

@@ -436,18 +436,19 @@ def complete_update(
     *,
     follow: Callable[[], None],
     before: Sequence[Callable[[], object]],
-    after: Callable[[], object],
+    after: Sequence[Callable[[], object]],
 ) -> None:
     """Makes each update by `optimizer` do what the plan needs, whoever asks for it.
 
     Args:
         follow: adds the parameters that are trained by now.
         before: called before the update, in this order.
-        after: called after it.
+        after: called after it, in this order.
     """
     for work in before:
         optimizer.register_step_pre_hook(_outside_fused_updates(work))
-    optimizer.register_step_post_hook(_outside_fused_updates(after))
+    for work in after:
+        optimizer.register_step_post_hook(_outside_fused_updates(work))
     torch_step: Callable[[], Any] = optimizer.step  # type: ignore[assignment]
     fused = _FusedUpdates()
 

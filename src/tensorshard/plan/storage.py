@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.sharding import scale_gradients
+from tensorshard.torch_private.optimizers import may_skip, skipping
 
 
 class TakeGradient(Protocol):
@@ -71,6 +72,17 @@ class Update:
         """Whether there is room only for the states of parameters that were trained from the start."""
         return False
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether :meth:`step_unless` can be called now."""
+        return False
+
+    def step_unless(
+        self, masters: Iterable[nn.Parameter], scale: torch.Tensor | float | None, skip: torch.Tensor
+    ) -> None:
+        """As :meth:`step`, but nothing is changed where the scalar `skip` is 1, and `scale` is then 1, too."""
+        raise NotImplementedError
+
     def step(self, masters: Iterable[nn.Parameter], scale: torch.Tensor | float | None) -> None:
         """One update by the Engine. It may go on in the background, if the plan says so.
 
@@ -113,6 +125,16 @@ class DeviceUpdate(Update):
         if scale is not None:
             scale_gradients(masters, scale)
         self._optimizer.step()
+
+    @property
+    def may_skip(self) -> bool:
+        return may_skip(self._optimizer)
+
+    def step_unless(
+        self, masters: Iterable[nn.Parameter], scale: torch.Tensor | float | None, skip: torch.Tensor
+    ) -> None:
+        with skipping(self._optimizer, skip):
+            self.step(masters, scale)
 
 
 class ParameterUnits:

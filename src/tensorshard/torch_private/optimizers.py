@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # A function of `clip_grad` that clip_grad_norm_ looks up when it is called.
 # Why: replacing it reaches scripts that imported clip_grad_norm_ by name.
@@ -23,8 +24,10 @@ __all__ = [
     "UNSCALE_GRADIENTS",
     "clip_grad",
     "inner_schedulers",
+    "may_skip",
     "set_last_rates",
     "set_unscaling",
+    "skipping",
     "step_without_hooks",
     "watched_clipping",
 ]
@@ -72,6 +75,45 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)
+
+
+def may_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update by `optimizer` can be skipped by its kernel, as :func:`skipping` does. It is torch's Adam or
+    AdamW in its fused form, has its states, and no hooks around its steps but tensorshard's.
+
+    Why: SGD makes its states in its first update, and would leave them without values.
+
+    Checked: torch 2.13.
+
+    Public way: none; ``torch.amp.GradScaler`` asks for ``_step_supports_amp_scaling``.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    before = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    after = [*_global_optimizer_post_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if not all((getattr(hook, "__module__", None) or "").startswith("tensorshard.") for hook in (*before, *after)):
+        return False
+    return all(
+        group["fused"] and all(p.grad is None or optimizer.state.get(p) for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+@contextmanager
+def skipping(optimizer: torch.optim.Optimizer, where: torch.Tensor) -> Iterator[None]:
+    """Inside, updates of `optimizer` change nothing where the scalar `where`, in fp32, is 1.
+
+    Why: the update is launched before the host knows whether it is to be taken.
+
+    Checked: torch 2.13.
+
+    Public way: ``torch.amp.GradScaler``, by the same attribute; it reads the value all the same.
+    """
+    optimizer.found_inf = where  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @contextmanager
