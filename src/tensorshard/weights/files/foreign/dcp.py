@@ -73,15 +73,17 @@ class DcpFolder:
             return last[1]
         place = self.metadata.storage_data[index]
         file = self.folder / place.relative_path
-        with file.open("rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        window = _Window(memoryview(mapped)[place.offset : place.offset + place.length])
+        page = place.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        first = place.offset - page
+        with file.open("rb") as stream:  # mapped so that torch may write to it, which changes no file
+            mapped = mmap.mmap(stream.fileno(), first + place.length, access=mmap.ACCESS_COPY, offset=page)
+        window = _Window(memoryview(mapped)[first:])
         load = partial(load_safely, cast("IO[bytes]", window), f"{index.fqn} in {file}")
         value: Any
         if isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
             layout, start = layout_in_file(load)
             count = layout.untyped_storage().nbytes() // layout.itemsize
-            flat = torch.frombuffer(mapped, dtype=layout.dtype, count=count, offset=place.offset + start)
+            flat = torch.frombuffer(mapped, dtype=layout.dtype, count=count, offset=first + start)
             value = flat.as_strided(layout.shape, layout.stride(), layout.storage_offset())
         else:
             value = load()
