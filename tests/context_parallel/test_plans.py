@@ -13,6 +13,7 @@ import parity
 import tensorshard as ts
 from tensorshard.context_parallel import ContextGroup
 from tensorshard.context_parallel.rules import attention
+from tensorshard.loss.logits.deferred_logits import Source
 from tensorshard.model.sequence_dims import first_sequence, sequence_dim
 
 # id: (model, ranks, fields of the plan)
@@ -89,6 +90,19 @@ def test_fp32_is_exact(ranks, case):
     for other in found[1:]:
         assert other["losses"] == found[0]["losses"]
         assert other["norms"] == found[0]["norms"]
+
+
+def _whole_logits(kind: str, fields: dict[str, Any]) -> int:
+    """How often a training step computes logits that its plan holds in tiles."""
+    with mock.patch.object(Source, "compute", autospec=True, side_effect=Source.compute) as compute:
+        engine = parity.make_engine(kind, {**fields, "logits": "tiled"})
+        engine.step(*parity.shard(engine, *parity.batch(kind, 0)))
+    return compute.call_count
+
+
+@pytest.mark.parametrize("fields", [dict(cp=2), dict(cp=2, zero=1, recompute="full")], ids=str)
+def test_tiled_logits_are_not_held(ranks, fields):
+    assert ranks(2, _whole_logits, "llama", fields) == [0, 0]
 
 
 def _train_in_rounds(kind: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,8 @@ MORE = [
     ("gpt", dict(pp=2, micro_batches=4, pp_schedule="gpipe", recompute="full")),
     ("gpt_tied", dict(pp=2, micro_batches=4, pp_schedule="zbv")),
     ("gpt", dict(compile=True, zero=3)),
+    ("llama", dict(cp=2, recompute="full")),
+    ("gpt", dict(cp=2, zero=1)),
 ]
 
 

@@ -140,6 +140,11 @@ class SequenceTensor(torch.Tensor):
         """A sequence tensor of other values in the same layout."""
         return SequenceTensor(local, self.split_dim, self.sequence, self.group)
 
+    def taken_apart(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], "SequenceTensor"]]:
+        """This rank's part, and what makes such a tensor of a copy of it, for code that keeps it elsewhere."""
+        dim, layout, group, needs = self.split_dim, self.sequence, self.group, self.local.requires_grad
+        return self.local, lambda local: SequenceTensor(local.detach().requires_grad_(needs), dim, layout, group)
+
     @property
     def version(self) -> int:
         """How often its values were changed in place."""

@@ -76,6 +76,8 @@ class Role(IntEnum):
     """The roles of tensor parallelism run uncompiled, between compiled code."""
     UNCOMPUTED_LOGITS = auto()
     """A model's last layer returns what its logits are computed from, not the logits."""
+    TILES = auto()
+    """A layer that acts on each position by itself computes a sequence in parts, and again in backward."""
     RECOMPUTATION = auto()
     """Activations are computed again in backward."""
     COMPILATION = auto()

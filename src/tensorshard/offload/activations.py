@@ -100,6 +100,7 @@ class _Stays:
     call: BlockCall
     tensor: torch.Tensor
     version: int
+    laid_out: Callable[[torch.Tensor], torch.Tensor] | None
 
     def restore(self) -> torch.Tensor:
         if tensor_version(self.tensor) != self.version:
@@ -108,7 +109,7 @@ class _Stays:
                 f"after a block had kept it: it is at version {tensor_version(self.tensor)}, and version "
                 f"{self.version} is needed; change a clone of it"
             )
-        return self.tensor
+        return self.tensor if self.laid_out is None else self.laid_out(self.tensor)
 
 
 @dataclass(eq=False)
@@ -122,7 +123,7 @@ class _Moved:
     stride: tuple[int, ...]
     offset: int
     conjugate: bool
-    laid_out: Callable[[torch.Tensor], torch.Tensor] | None  # makes a DTensor of it
+    laid_out: Callable[[torch.Tensor], torch.Tensor] | None  # makes a DTensor, or a part of a sequence, of it
     used: bool = False
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
@@ -192,17 +193,7 @@ class OffloadedActivations:
             yield
 
     def _keep(self, call: BlockCall, tensor: torch.Tensor) -> _Moved | _Stays:
-        local, laid_out = tensor, None
-        if type(tensor) is DTensor:
-            local = tensor.to_local()
-            laid_out = partial(
-                DTensor.from_local,
-                device_mesh=tensor.device_mesh,
-                placements=tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
+        local, laid_out = _taken_apart(tensor)
         if (
             type(local) not in (torch.Tensor, nn.Parameter, FakeTensor)
             or local.layout != torch.strided
@@ -222,7 +213,8 @@ class OffloadedActivations:
         return moved
 
     def _stay(self, call: BlockCall, tensor: torch.Tensor) -> _Stays:
-        return _Stays(call, tensor.detach(), tensor_version(tensor))  # the tensor would hold the graph that holds it
+        local, laid_out = _taken_apart(tensor)
+        return _Stays(call, local.detach(), tensor_version(local), laid_out)  # it would hold the graph that holds it
 
     def _belongs_to_block(self, block: int, address: int) -> bool:
         # Looked up each time: ZeRO 3 replaces shards by gathered parameters.
@@ -315,6 +307,22 @@ class OffloadedActivations:
             self._failure = self._failure or error
         failure, self._failure = self._failure, None
         return failure
+
+
+def _taken_apart(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
+    """What this rank has of `tensor`, and what makes such a tensor of it; None for a plain one."""
+    if type(tensor) is DTensor:
+        return tensor.to_local(), partial(
+            DTensor.from_local,
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    if hasattr(type(tensor), "taken_apart"):
+        return tensor.taken_apart()  # type: ignore[attr-defined, no-any-return]
+    return tensor, None
 
 
 def _is_of_parameter(tensor: torch.Tensor) -> bool:

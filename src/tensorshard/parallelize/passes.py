@@ -18,6 +18,7 @@ from tensorshard.passes.compile import compile_blocks
 from tensorshard.passes.mixed_types import give_one_type
 from tensorshard.passes.precision import DTYPES, keep_norms_fp32
 from tensorshard.passes.recompute import apply_recompute
+from tensorshard.passes.tiles import apply_tiles
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.schedules import find_schedule
@@ -100,6 +101,11 @@ def tiled_logits(part: Part, context: PassContext) -> None:
             split_outputs=part.split.outputs.sizes,
             parameters=context.parameters,
         )
+
+
+def tiles(part: Part, context: PassContext) -> None:
+    """Norms and MLPs of blocks compute a part of the positions at a time."""
+    apply_tiles(part.blocks, context.plan.tiles, {module: name for name, module in part.module.named_modules()})
 
 
 def recompute(part: Part, context: PassContext) -> None:
@@ -244,6 +250,7 @@ PASSES: tuple[Callable[[Part, PassContext], None], ...] = (
     expert_parallel,
     context_parallel,
     tiled_logits,
+    tiles,
     recompute,
     compilation,
     offloaded_activations,

@@ -89,6 +89,8 @@ class Plan(FromOthers):
         logits: whether ``Engine.step`` and ``evaluate`` hold a model's logits: "whole" for yes; "tiled" for a tile at
             a time, wherever a cross entropy allows it; "auto" for tiles where logits are large. See
             ``docs/logits.md``.
+        tiles: in how many parts of its positions a rank computes norms and MLPs, in forward and, once more, in
+            backward, so that the results inside of them are held for one part at a time.
 
     Raises:
         ValueError: a value that cannot work on any hardware; the message says what would work.
@@ -128,6 +130,7 @@ class Plan(FromOthers):
     cp_dims: dict[str, int] | None = None
     cp_order: str = "auto"
     ep: int = 1
+    tiles: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -141,6 +144,7 @@ class Plan(FromOthers):
         check_int("ep", self.ep, least=1)
         object.__setattr__(self, "zero", as_zero_level(self.zero))
         check_int("micro_batches", self.micro_batches, least=1)
+        check_int("tiles", self.tiles, least=1)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("recompute", self.recompute, RECOMPUTE_MODES)
         check_choice("logits", self.logits, LOGITS_MODES)
@@ -211,8 +215,26 @@ class Plan(FromOthers):
                 f"has a part; set compile=False, or cp=1"
             )
 
+    def _check_tiles(self) -> None:
+        if self.tiles == 1:
+            return
+        from tensorshard.plan.schedules import find_schedule
+
+        for given, why, instead in (
+            (self.recompute == "selective" and "recompute='selective'",
+             "keeps the results of matrix products, which tiles are there to drop", "recompute='full' or 'none'"),
+            (self.compile and "compile=True", "compiles blocks as a whole", "compile=False"),
+            (self.sequence_parallel and "sequence_parallel=True",
+             "gives norms and MLPs positions that they gather", "cp for long sequences"),
+            (self.pp > 1 and find_schedule(self.pp_schedule).splits_backward and f"pp_schedule={self.pp_schedule!r}",
+             "computes gradients of inputs and of parameters apart", "pp_schedule='1f1b'"),
+        ):  # fmt: skip
+            if given:
+                raise ValueError(f"tiles={self.tiles} was given with {given}, which {why}; set {instead}, or tiles=1")
+
     def _checked(self) -> "Plan":
         self._check_context()
+        self._check_tiles()
         check_experts(vars(self), self.expert_axes)
         if self.pp > 1:
             stages = self.stages_per_rank * self.pp
@@ -320,6 +342,8 @@ class Plan(FromOthers):
             f"compile        {'each block' if self.compile else 'off'}",
             f"logits         {self._describe_logits()}",
         ]
+        if self.tiles != 1:
+            lines.append(f"tiles          norms and MLPs compute their positions in {self.tiles} parts")
         if self.pp != 1:
             split = "balanced" if self.pp_split is None else "before " + ", ".join(self.pp_split)
             lines.append(f"pipeline       {self.pp_schedule}; cuts {split}")

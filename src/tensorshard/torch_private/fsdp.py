@@ -36,7 +36,6 @@ __all__ = [
     "forget_fully_shard",
     "gather_from",
     "has_gradient",
-    "is_pre_backward_hook",
     "members",
     "one_chunk_at_a_time",
     "padded_shards",
@@ -50,6 +49,7 @@ __all__ = [
     "shard_version",
     "sharded_parameter",
     "surround_reduction",
+    "takes_gradient",
     "unsharded_parameter",
     "watch_reduced",
 ]
@@ -308,16 +308,17 @@ def reset_iteration(root: nn.Module) -> None:
     root.reset_iter_state()
 
 
-def is_pre_backward_hook(hook: Any) -> bool:
-    """Whether `hook`, set on an output, is the one by which FSDP learns that backward begins.
+def takes_gradient(hook: Any) -> bool:
+    """Whether `hook`, set on an output, looks at the gradient. The one by which FSDP learns that backward begins does
+    not, nor do those that say so by ``takes_gradient = False``.
 
-    Why: an output that may never be computed has to call this hook when backward reaches what it would be made from.
+    Why: an output that may never be computed has to call FSDP's hook when backward reaches what it would be made from.
 
     Checked: torch 2.13 and 2.15.
 
     Public way: none.
     """
-    return isinstance(getattr(hook, "__self__", None), FSDPState)
+    return getattr(hook, "takes_gradient", not isinstance(getattr(hook, "__self__", None), FSDPState))
 
 
 def forget_fully_shard(module: nn.Module) -> None:

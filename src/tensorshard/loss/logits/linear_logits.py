@@ -17,7 +17,7 @@ from tensorshard.loss.loss_arguments import Place
 from tensorshard.loss.tiled_loss import Extras, head_loss, loss_with_gradients
 from tensorshard.loss.tiles import Precision, head_tiles, largest_logits
 from tensorshard.loss.two_passes import HeadSpec, choose_keep
-from tensorshard.torch_private.fsdp import is_pre_backward_hook
+from tensorshard.torch_private.fsdp import takes_gradient
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,9 @@ class LinearLogits(Form):
         return replace(self, bias=own if self.bias is None else self.bias + own)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """FSDP's hook, and one that says so by ``takes_gradient = False``, only needs to run when backward begins. Any
-        other gets the logits' gradient, so they are computed."""
-        takes_gradient = getattr(hook, "takes_gradient", not is_pre_backward_hook(hook))
-        if takes_gradient or not self.features.requires_grad:
+        """A hook that looks at no gradient only needs to run when backward begins. Any other gets the logits' gradient,
+        so they are computed."""
+        if takes_gradient(hook) or not self.features.requires_grad:
             return NotImplemented
         return self.features.register_hook(hook)
 
