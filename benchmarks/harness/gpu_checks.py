@@ -66,6 +66,7 @@ FIRST = (
     Check("self_test", "a few steps of every ZeRO level against plain PyTorch"),
     Check("parity", "20 steps of each precision with SGD and AdamW against plain PyTorch"),
     Check("host_waits", "how often a step waits for the GPU", on_cpu=False),
+    Check("failed_steps", "a step that is not taken changes no weight and no state, though its update was launched"),
     Check("logits", "losses of whole logits, of tiles, and of tiles without a compiler"),
     Check("recompute", "recomputation with dropout against none"),
     Check("compiled", "compiled blocks against plain ones, and how often they are compiled", 240.0),

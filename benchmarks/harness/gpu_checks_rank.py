@@ -18,6 +18,7 @@ import torch.distributed as dist
 import tensorshard as ts
 from benchmarks.harness.gpu_checks import CheckJob
 from benchmarks.harness.jobs import hand_in, load_job
+from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.loss import kernels
 from tensorshard.models import GPT, next_token_loss
@@ -119,6 +120,38 @@ def _host_waits(device: torch.device) -> Found:
         waits[name] = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
     wrong = [f"{n}: {len(w)} waits, at most {limits[n]} expected" for n, w in waits.items() if len(w) > limits[n]]
     return {"waits of a step": waits}, wrong
+
+
+def _failed_steps(device: torch.device) -> Found:
+    wrong = []
+    for precision in ("fp32", "bf16", "fp16") if device.type == "cuda" else ("fp32", "bf16"):
+        factor = [1.0]
+
+        def loss_fn(output: Any, targets: torch.Tensor, factor: list[float] = factor) -> Any:
+            total, count = next_token_loss(output, targets)
+            return total * factor[0], count
+
+        plan = ts.Plan(precision=precision, clip_grad_norm=1.0)
+        engine = ts.parallelize(_model, plan, optimizer=ADAMW, loss_fn=loss_fn, device=device)
+        _losses(engine, 3)
+        before = _values(engine)
+        factor[0] = float("nan")
+        try:
+            _losses(engine, 1)
+            wrong.append(f"{precision}: a loss of NaN raised no error")
+        except FloatingPointError:
+            factor[0] = 1.0
+        changed = [name for name, value in _values(engine).items() if not torch.equal(value, before[name])]
+        wrong += [f"{precision}: a step that was not taken changed {name}" for name in changed]
+        wrong += [f"{precision}: a loss of {loss} after it" for loss in _losses(engine, 1) if not 0 < loss < 10]
+    return {}, wrong
+
+
+def _values(engine: ts.Engine) -> dict[str, torch.Tensor]:
+    """Copies of weights and optimizer states."""
+    states = enumerate(engine.optimizer.state.values())
+    found = {f"{key} of parameter {index}": value for index, state in states for key, value in state.items()}
+    return {name: to_local(value).clone() for name, value in {**found, **engine.full_state_dict()}.items()}
 
 
 def _logits(device: torch.device) -> Found:
@@ -325,7 +358,8 @@ def _leaves(device: torch.device) -> Found:
 _CHECKS: dict[str, Callable[[torch.device], Found]] = {
     function.__name__[1:]: function
     for function in (
-        *(_self_test, _parity, _host_waits, _logits, _recompute, _compiled, _offload, _checkpoints, _memory, _speed),
+        *(_self_test, _parity, _host_waits, _failed_steps, _logits, _recompute, _compiled, _offload, _checkpoints),
+        *(_memory, _speed),
         *(_own_devices, _plans, _tensor_replicas, _schedules, _communicators, _rank_raises, _leaves),
     )
 }
