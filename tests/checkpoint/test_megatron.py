@@ -89,7 +89,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
     return losses
 
 
-def _of_layer(of: dict[str, torch.Tensor], *, apart: bool) -> dict[str, torch.Tensor]:
+def _of_layer(of: dict[str, torch.Tensor], *, apart: bool, single: bool) -> dict[str, torch.Tensor]:
     """One layer of transformers by Megatron's names."""
     new: dict[str, torch.Tensor] = {}
     qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
@@ -110,7 +110,9 @@ def _of_layer(of: dict[str, torch.Tensor], *, apart: bool) -> dict[str, torch.Te
         if path in norms:
             own = "input_layernorm" if norms[path] == qkv else "pre_mlp_layernorm"
             new[f"{own}.{leaf}" if apart else f"{norms[path]}.layer_norm_{leaf}"] = value
-    if "mlp.gate_proj.weight" in of:
+    if single:
+        new.update({f"{fc1}.weight_w": of["mlp.gate_proj.weight"], f"{fc1}.weight_v": of["mlp.up_proj.weight"]})
+    elif "mlp.gate_proj.weight" in of:
         new[f"{fc1}.weight"] = torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]])
     same = {
         "self_attn.o_proj.weight": "self_attention.linear_proj.weight", "mlp.down_proj.weight": "mlp.linear_fc2.weight",
@@ -127,14 +129,16 @@ def _of_layer(of: dict[str, torch.Tensor], *, apart: bool) -> dict[str, torch.Te
     return new
 
 
-def _by_their_names(tensors: dict[str, torch.Tensor], *, each: bool, apart: bool) -> dict[str, torch.Tensor]:
+def _by_their_names(
+    tensors: dict[str, torch.Tensor], *, each: bool, apart: bool = False, single: bool = False
+) -> dict[str, torch.Tensor]:
     """Tensors of a model of transformers by Megatron's names, with layers stacked, or `each` one by itself."""
     new: dict[str, torch.Tensor] = {}
     layers = []
     for number in range(_LAYERS):
         marks = [f".layers.{number}.", f".h.{number}."]
         of = {n.partition(mark)[2]: t for n, t in tensors.items() for mark in marks if mark in n}
-        layers.append(_of_layer(of, apart=apart))
+        layers.append(_of_layer(of, apart=apart, single=single))
     for suffix in layers[0]:
         of_all = [layer[suffix] for layer in layers]
         if each:
@@ -170,6 +174,7 @@ def _write(
     *,
     each: bool = False,
     apart: bool = False,
+    single: bool = False,
     flat: bool = False,
     buckets: bool = False,
     nemo: bool = False,
@@ -177,7 +182,7 @@ def _write(
     **args: Any,
 ) -> None:
     named = {name: p.detach() for name, p in model.named_parameters()}
-    in_theirs = partial(_by_their_names, each=each, apart=apart)
+    in_theirs = partial(_by_their_names, each=each, apart=apart, single=single)
 
     def pieces(tensor: torch.Tensor, key: str) -> Any:
         stacked = key.startswith("decoder.layers.") and not each
@@ -271,7 +276,7 @@ _CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "llama, pp": ("llama", {}, _PP2, False),
     "llama, flattened states": ("llama", {"flat": True}, _ZERO3, False),
     "llama, imported": ("llama", {}, _TP2, True),
-    "qwen2, a tensor for each layer": ("qwen2", {"each": True}, _TP2, False),
+    "qwen2, a tensor for each layer": ("qwen2", {"each": True, "single": True}, _TP2, False),
     "qwen3, norms apart": ("qwen3", {"apart": True}, _ZERO3, False),
     "qwen3, flattened, imported": ("qwen3", {"flat": True, "each": True, "apart": True}, _PP2, True),
     "qwen3, NeMo": ("qwen3", {"nemo": True}, _PP2, False),
@@ -314,12 +319,23 @@ def _write_alone(folder: Path, **layout: Any) -> nn.Module:
     return model
 
 
+_LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that tests do not change."""
     path = tmp_path_factory.mktemp("megatron") / "iter_0000003"
     args = {"num_attention_heads": _HEADS, "num_query_groups": _GROUPS, "group_query_attention": True, "swiglu": True}
-    _write_alone(path, **args, norm_epsilon=1e-6, make_vocab_size_divisible_by=32, tensor_model_parallel_size=1)
+    _write_alone(
+        path,
+        **args,
+        norm_epsilon=1e-6,
+        rotary_base=10000,
+        use_rope_scaling=False,
+        make_vocab_size_divisible_by=32,
+        tensor_model_parallel_size=1,
+    )
     return path
 
 
@@ -348,9 +364,13 @@ def test_another_model_is_refused(theirs: Path, case: str) -> None:
         ts.from_pretrained(theirs, partial(_model, "llama", **changed))()
 
 
-def test_another_epsilon_is_said(theirs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ts.from_pretrained(theirs, partial(_model, "llama", rms_norm_eps=1e-5))()
+def test_other_numbers_of_the_config_are_said(theirs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ts.from_pretrained(theirs, partial(_model, "llama"))()
+    assert "was trained with" not in caplog.text
+    ts.from_pretrained(theirs, partial(_model, "llama", rms_norm_eps=1e-5, rope_parameters=_LINEAR))()
     assert "was trained with norm_epsilon 1e-06" in caplog.text
+    assert "rotary_base 10000, and the config of this LlamaForCausalLM has 500.0" in caplog.text
+    assert "use_rope_scaling False" in caplog.text
 
 
 class _Own(nn.Module):
@@ -367,7 +387,7 @@ def test_a_model_with_their_names_is_read_as_it_is(theirs: Path) -> None:
     read = ts.from_pretrained(theirs, _Own)().state_dict()
     model = _model("llama")
     _train(model, _adamw(model.named_parameters()), range(1))
-    expected = _by_their_names(dict(model.named_parameters()), each=True, apart=False)
+    expected = _by_their_names(dict(model.named_parameters()), each=True)
     for name, value in read.items():
         torch.testing.assert_close(value, expected[name])
 

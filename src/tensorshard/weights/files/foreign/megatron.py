@@ -526,9 +526,13 @@ class _Model:
                     f"{self._where} is a checkpoint of another model: it was trained with {name} {self._said(name)}, "
                     f"and the model has {value}. Build the model with the heads that it had in Megatron"
                 )
-        for name, others in _SAME.items():
-            rope = getattr(self._config, "rope_parameters", None) or {}
-            now = next((v for o in others if (v := rope.get(o, getattr(self._config, o, None))) is not None), None)
+        rope = getattr(self._config, "rope_parameters", None) or {}
+        here = {
+            name: next((v for o in others if (v := rope.get(o, getattr(self._config, o, None))) is not None), None)
+            for name, others in _SAME.items()
+        }
+        here["use_rope_scaling"] = rope.get("rope_type", "default") != "default"
+        for name, now in here.items():
             then = self._args.get(name)
             if now is not None and then is not None and not math.isclose(float(then), float(now)):
                 logger.warning(
