@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,8 +117,8 @@ def folder_of(path: Path) -> Path | None:
         )
     backend = None
     if (path / "metadata.json").is_file():
-        described = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
-        backend = described.get("sharded_backend") if isinstance(described, dict) else None
+        with suppress(ValueError, AttributeError):  # of another program
+            backend = json.loads((path / "metadata.json").read_bytes()).get("sharded_backend")
     if backend not in (None, "torch_dist"):
         raise ValueError(
             f"{path} is of Megatron's format {backend}, as its metadata.json says; torch_dist is read: save it once "
