@@ -83,7 +83,7 @@ def may_skip(optimizer: torch.optim.Optimizer) -> bool:
 
     Why: SGD makes its states in its first update, and would leave them without values.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: none; ``torch.amp.GradScaler`` asks for ``_step_supports_amp_scaling``.
     """
@@ -105,7 +105,7 @@ def skipping(optimizer: torch.optim.Optimizer, where: torch.Tensor) -> Iterator[
 
     Why: the update is launched before the host knows whether it is to be taken.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15.
 
     Public way: ``torch.amp.GradScaler``, by the same attribute; it reads the value all the same.
     """
