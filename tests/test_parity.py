@@ -42,6 +42,7 @@ FP32: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama-2-zero3-full": ("llama", 2, dict(zero=3, recompute="full")),
     "gpt-2-zero3-micro2-clip-tiled": ("gpt", 2, dict(zero=3, micro_batches=2, clip_grad_norm=CLIP, logits="tiled")),
     "hf_bert-2-zero0": ("hf_bert", 2, dict(zero=0)),
+    "llama-4-cp2-zero1-micro2-tiles": ("llama", 4, dict(cp=2, zero=1, micro_batches=2, tiles=2)),
 }
 
 # Of each model, level, layout, recomputation and number of micro-batches one stays that is not slow.
@@ -53,6 +54,7 @@ BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resnet-2-zero1": ("resnet", 2, dict(zero=1)),
     "gpt-2-zero3-tiled": ("gpt", 2, dict(zero=3, logits="tiled")),
     "llama-2-zero3": ("llama", 2, dict(zero=3)),
+    "llama-2-cp2-zero3-full": ("llama", 2, dict(cp=2, recompute="full")),
     "mixtral-2-ep2-zero1": ("mixtral", 2, dict(ep=2, zero=1)),
     "mixtral-4-ep4-cp2-zero3": ("mixtral", 4, dict(ep=4, cp=2, zero=3)),
 }

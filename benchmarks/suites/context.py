@@ -22,7 +22,7 @@ RUN_TIMEOUT = 500.0  # seconds
 LLAMA = SequenceWork("llama", length=4096)
 MAMBA = SequenceWork("mamba", length=512, width=128)
 LONGEST = SequenceWork("llama", length=0, width=128, heads=4, key_heads=1)
-LIMIT = 700_000_000  # bytes of each rank, of which the process itself takes more than half
+LIMIT = 400_000_000  # bytes of each rank, of which the process itself takes the most
 STEP = 2048  # lengths that are tried are multiples of it
 DEGREES = (1, 2, 4)
 
