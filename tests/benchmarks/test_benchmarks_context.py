@@ -17,7 +17,7 @@ def _run(builder: str, size: int, options: dict[str, Any]) -> tuple[list[float],
     return [*losses, step()], received() - before
 
 
-@pytest.mark.slow_cases("sequence_ring-2", "sequence_ring-4", "zigzag-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "size", "options"),
     [

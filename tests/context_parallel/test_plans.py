@@ -100,6 +100,7 @@ def _whole_logits(kind: str, fields: dict[str, Any]) -> int:
     return compute.call_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(cp=2), dict(cp=2, zero=1, recompute="full")], ids=str)
 def test_tiled_logits_are_not_held(ranks, fields):
     assert ranks(2, _whole_logits, "llama", fields) == [0, 0]

@@ -127,7 +127,8 @@ def _reductions_before_statistics(calls: list[Any]) -> int:
     return sum("reduce_scatter" in call.name for call in calls[:last])
 
 
-@pytest.mark.parametrize("fields", [dict(zero=1), pytest.param(dict(zero=2, micro_batches=2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=2, micro_batches=2)])
 def test_gradients_wait_for_statistics_only_where_ranks_differ(ranks, fields):
     used = [8, 8, 4, 8, 0, 8]
     found = ranks(2, _with_log, fields, used, backend=strict_nccl.NAME)
