@@ -225,6 +225,13 @@ def test_the_way_back_is_read_again(program):
     assert (back.plan["zero"], back.plan["precision"]) == (3, "bf16")
     with pytest.raises(ValueError, match="no counterpart"):
         export(program, ts.Plan(zero=1, pp=2, recompute="selective").to_dict())
+    assert (
+        program != "torchtitan"
+        or export(program, ts.Plan(ep=2).to_dict())["parallelism"]["expert_parallel_degree"] == 2
+    )
+    for field, value in dict(tiles=4, logits="tiled", cp_order="zigzag", shard_units=["blocks.*"]).items():
+        with pytest.raises(ValueError, match=f"no counterpart of {field}="):
+            export(program, ts.Plan(**{field: value}).to_dict())
 
 
 def test_the_schedule_counts_as_deepspeed():

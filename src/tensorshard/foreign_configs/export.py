@@ -8,6 +8,13 @@ Plan = Mapping[str, Any]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
+_NOWHERE: dict[str, tuple[Any, ...]] = dict(
+    ep=(1,), tiles=(1,), logits=("auto", "whole"), shard_units=(None,), tp_plan=(None,), cp_dims=(None,),
+    cp_order=("auto",), pp_split=(None,), pp_units=(None,), pp_stages_per_rank=(None,),
+)  # fmt: skip
+"""Fields that programs have no key for, and what they may be."""
+
+
 def export(program: str, plan: Plan, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A config for `program`, one of ``PROGRAMS``, as nested mappings.
 
@@ -23,8 +30,10 @@ def export(program: str, plan: Plan, settings: Mapping[str, Any] | None = None) 
     return PROGRAMS[program](plan, settings or {})
 
 
-def _only(program: str, plan: Plan, **allowed: tuple[Any, ...]) -> None:
-    wrong = [f"{name}={plan[name]!r}" for name, values in allowed.items() if plan.get(name) not in values]
+def _only(program: str, plan: Plan, **special: tuple[Any, ...]) -> None:
+    """Refuses fields that `program` has no key for, of those that no program has and of `special` ones."""
+    allowed = {**_NOWHERE, **special}
+    wrong = [f"{name}={plan[name]!r}" for name, values in allowed.items() if plan.get(name, values[0]) not in values]
     if wrong:
         raise ValueError(
             f"{program} has no counterpart of {', '.join(wrong)}; set "
@@ -44,9 +53,7 @@ def _offload(program: str, plan: Plan) -> dict[str, Any]:
 
 
 def _deepspeed(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    _only(
-        "DeepSpeed's config", plan, pp=(1,), cp=(1,), recompute=("none",), sequence_parallel=(False,), tp_plan=(None,)
-    )
+    _only("DeepSpeed's config", plan, pp=(1,), cp=(1,), recompute=("none",), sequence_parallel=(False,))
     offload, zero = _offload("DeepSpeed", plan), {"stage": plan["zero"]}
     config: dict[str, Any] = {"gradient_accumulation_steps": plan["micro_batches"], "zero_optimization": zero}
     places = {"cpu": "cpu", "disk": "nvme"}
@@ -83,7 +90,10 @@ def _deepspeed(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accelerate(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    _only("Accelerate's config", plan, pp=(1,), zero=(3, 2, 0), compile=(False, True), recompute=("none", "full"))
+    _only(
+        "Accelerate's config", plan, pp=(1,), zero=(3, 2, 0), recompute=("none", "full"), sequence_parallel=(False,),
+        reduce_dtype=(None, "fp32"),
+    )  # fmt: skip
     offload = _offload("Accelerate", plan)
     if "disk" in offload.values():
         raise ValueError("Accelerate's FSDP has no counterpart of offload to disk; set offload='cpu'")
@@ -112,14 +122,14 @@ def _accelerate(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _torchtitan(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    _only("torchtitan", plan, zero=(3, 2), precision=("bf16", "fp32"), shard_units=(None,), tp_plan=(None,))
+    _only("torchtitan", plan, zero=(3, 2), precision=("bf16", "fp32"), ep=(plan["ep"],))
     offload = _offload("torchtitan", plan)
     if offload and set(map(str, offload.values())) & {"disk"}:
         raise ValueError("torchtitan has no counterpart of offload to disk; set offload='cpu'")
     schedules = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B", "looped_bfs": "LoopedBFS"}
     schedules |= {"interleaved_zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
     names = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
-    names |= {"pp": "pipeline_parallel", "cp": "context_parallel"}
+    names |= {"pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
     parallelism: dict[str, Any] = {f"{name}_degree": plan[axis] for axis, name in names.items()}
     parallelism["fsdp_reshard_after_forward"] = "always" if plan["zero"] == 3 else "never"
     if plan["pp"] > 1:
