@@ -92,6 +92,15 @@ class RandomByFunction(MLP):
         return nn.functional.dropout(super().forward(x), 0.5)
 
 
+class OfPositions(MLP):
+    """Scales each position by a number that the block has given it."""
+
+    scales = torch.linspace(0.5, 1.5, LENGTH)[:, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scales
+
+
 class Block(nn.Module):
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -130,7 +139,14 @@ def _step(model: nn.Module, tiles: int) -> tuple[torch.Tensor, list[Any], set[in
 
 @pytest.mark.parametrize(
     ("kind", "positions"),
-    [(MLP, 4), (Hidden, LENGTH), (Counting, LENGTH), (Dropping, LENGTH), (RandomByFunction, LENGTH)],
+    [
+        (MLP, 4),
+        (Hidden, LENGTH),
+        (Counting, LENGTH),
+        (Dropping, LENGTH),
+        (RandomByFunction, LENGTH),
+        (OfPositions, LENGTH),
+    ],
 )
 def test_what_acts_on_positions_alone_is_tiled(kind, positions):
     found = []

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from drawings.bars import bar_groups, checkpoint_groups, draw_bars
-from drawings.context import draw_context
+from drawings.context import draw_context, draw_longest, longest_group
 from drawings.diagrams import draw_imports, draw_step
 from drawings.held import draw_held
 from drawings.memory import draw_memory
@@ -51,6 +51,8 @@ if _groups := checkpoint_groups():
     DRAWINGS["checkpoints.svg"] = partial(
         draw_bars, _groups, ("training waits", "until it is whole", "load"), "Saving and loading beside the peers"
     )
+if (_group := longest_group()) is not None:
+    DRAWINGS["longest.svg"] = partial(draw_longest, _group)
 if (_group := offload_group()) is not None:
     DRAWINGS["offload.svg"] = partial(draw_offload, _group)
 if _models := planner_models():

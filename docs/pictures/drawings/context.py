@@ -1,6 +1,9 @@
 """Who holds which positions of a sequence, and what travels."""
 
-from drawings.svg import arrow, rectangle, svg, text
+import json
+from typing import Any
+
+from drawings.svg import RESULTS, arrow, rectangle, svg, text
 from tensorshard.context_parallel import SequenceLayout, contiguous, zigzag
 
 _RANKS, _POSITIONS = 4, 16
@@ -119,3 +122,29 @@ def _sums(left: float, y: float) -> list[str]:
 
 
 _ROWS = (_gathered, _heads, _convolution, _recurrent, _sums)
+
+
+def draw_longest(group: dict[str, Any]) -> str:
+    """The longest sequence that trains on 1, 2 and 4 ranks, each with the same memory.
+
+    Args:
+        group: of the results of ``python -m benchmarks context --only longest``.
+    """
+    found = {row["contender"]: int(row["values"]["tokens"]["median"]) for row in group["rows"]}
+    shapes = [text(20, 30, group["title"], "strong")]
+    for place, (name, tokens) in enumerate(found.items()):
+        y, wide = 50 + 32 * place, round(tokens / max(found.values()) * 420, 1)
+        shapes += [text(20, y + 15, name), rectangle(180, y, wide, 20, "ours")]
+        shapes.append(text(190 + wide, y + 15, f"{tokens:,} tokens", "small"))
+    words = "; ".join(f"{name}: {tokens:,} tokens" for name, tokens in found.items())
+    return svg(740, 60 + 32 * len(found), "The longest sequence that trains", words, shapes)
+
+
+def longest_group() -> dict[str, Any] | None:
+    """The results of that benchmark; None before there are any."""
+    groups = [
+        group
+        for path in sorted(RESULTS.glob("context-cpu-*.json"))
+        for group in json.loads(path.read_text(encoding="utf-8"))["groups"]
+    ]
+    return next((group for group in groups if "tokens" in group["rows"][0]["values"]), None)

@@ -119,8 +119,11 @@ class _Tiled:
         }  # an output layer of zeros would hide what it is given
         kept = [dict(vars(each)) for each in self.module.modules()]
         parts = (some, *some.tensor_split(2, 1))
-        with torch.random.fork_rng([some.device] if some.device.type == "cuda" else []), _inside:
-            outs = [torch.func.functional_call(self.module, weights, (part.contiguous(),)) for part in parts]
+        try:
+            with torch.random.fork_rng([some.device] if some.device.type == "cuda" else []), _inside:
+                outs = [torch.func.functional_call(self.module, weights, (part.contiguous(),)) for part in parts]
+        except Exception as error:
+            return f"it takes no part of the positions: {error}"
         for out, part in zip(outs, parts, strict=True):
             if not isinstance(out, torch.Tensor) or out.shape[:2] != part.shape[:2]:
                 return "it does not return one tensor of the positions that it gets"

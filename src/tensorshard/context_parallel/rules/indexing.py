@@ -25,6 +25,9 @@ from tensorshard.context_parallel.views import note_copy, note_piece
 _FULL = slice(None)
 _READS_BEFORE_TURN = 2
 _READS_BEFORE_GATHER = 3
+_SMALL = 64
+"""A tensor with so few numbers for each position of a sample is gathered where positions are read one by one. Split
+along these numbers, every operation that sums over them would be an exchange of its own."""
 
 
 @rule("__getitem__")
@@ -250,12 +253,13 @@ def _at_position(x: SequenceTensor, index: Any, entries: list[Any], at: int) -> 
         raise IndexError(f"index {entries[at]} is out of bounds for dimension {x.split_dim} with size {length}")
     position = entries[at] % length
     x._reads += 1
-    if x._reads > _READS_BEFORE_TURN and not is_gathered(x):
+    is_small = x.split_dim > 0 and x.numel() <= _SMALL * x.shape[0] * length
+    if x._reads > _READS_BEFORE_TURN and not is_gathered(x) and not is_small:
         if x._turned is None or x._turned[1] != x.version:
             x._turned = turned(x, (), "positions one by one"), x.version
         if x._turned[0] is not None:
             return note_copy(x, x._turned[0][index])
-    if x._reads > _READS_BEFORE_GATHER or is_gathered(x):
+    if x._reads > (_READS_BEFORE_TURN if is_small else _READS_BEFORE_GATHER) or is_gathered(x):
         return gathered(x, "position")[tuple(entries)]
     wanted = PositionLists([np.array([[position, position + 1]])] * x.group.size)
     piece = fetch(x.local, x.split_dim, x.sequence, wanted, "position", x.group)
