@@ -1,5 +1,6 @@
 """How much memory the machine and a memory cgroup leave, and how much this process holds."""
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -32,11 +33,12 @@ def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_held_memory():
     before = host_memory.held_memory()
-    held = torch.ones(16 << 20)  # 64 MiB, which no heap keeps
+    held = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # which no heap keeps
+    torch.frombuffer(held, dtype=torch.uint8).fill_(1)
     during = host_memory.held_memory()
     assert before is not None and during is not None
     assert 60 << 20 < during.now - before.now < 80 << 20
-    del held
+    held.close()
     after = host_memory.held_memory()
     assert after is not None
     assert after.now < during.now - (60 << 20)
