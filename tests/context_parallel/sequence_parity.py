@@ -37,6 +37,7 @@ def check_model(
     bound: float = 1e-9,
     backward_outside: bool = False,
     refetches: bool = False,
+    neighbours: int | None = None,
 ) -> ContextGroup:
     """Compares a model on `size` ranks, on which ``batch[name]`` is cut along ``dims[name]``, with one process."""
     model = model.double()
@@ -49,7 +50,7 @@ def check_model(
     def on_rank(group: ContextGroup) -> Any:
         if group.rank == 0:
             torch.manual_seed(3)
-        group.refetches = refetches
+        group.refetches, group.neighbours = refetches, neighbours or size
         with group.active():
             given = {
                 key: cut(value, dims[key], layout(value.shape[dims[key]], size)) if key in dims else value

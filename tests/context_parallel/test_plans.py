@@ -1,5 +1,6 @@
 """``Plan(cp=N)`` with the other axes trains as one process does."""
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,33 +107,41 @@ def test_tiled_logits_are_not_held(ranks, fields):
     assert ranks(2, _whole_logits, "llama", fields) == [0, 0]
 
 
-def _train_in_rounds(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _train_in_rounds(kind: str, fields: dict[str, Any], neighbours: int) -> dict[str, Any]:
     """Training in which keys and values come rank by rank, however small they are."""
     always = dict(_MESSAGE=0, _SPARED=0, _heads_send_less=lambda *_: False)
-    with mock.patch.multiple(attention, **always), mock.patch.object(ContextGroup, "start", autospec=True) as start:
-        start.side_effect = _start
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(neighbours)),
+        mock.patch.multiple(attention, **always),
+        mock.patch.object(ContextGroup, "start", autospec=True, side_effect=_start) as start,
+    ):
         found = parity.train(kind, fields)
     names = [call.args[3] for call in start.call_args_list]
-    return {**found, "in_rounds": names.count("attention again")}
+    return {
+        **found,
+        "in_rounds": names.count("attention again"),
+        "neighbours": {call.args[0].neighbours for call in start.call_args_list},
+    }
 
 
 _start = ContextGroup.start
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "fields"),
+    ("kind", "world_size", "neighbours", "fields"),
     [
-        ("llama", 2, dict(cp=2)),
-        ("llama", 4, dict(cp=4, cp_order="zigzag", recompute="full")),
-        ("llama", 4, dict(cp=2, tp=2, sequence_parallel=True, zero=1)),
-        ("llama", 4, dict(cp=2, pp=2, micro_batches=2, recompute="selective")),
-        ("vit", 4, dict(cp=4, zero=0)),
+        ("llama", 2, 2, dict(cp=2)),
+        ("llama", 4, 4, dict(cp=4, cp_order="zigzag", recompute="full")),
+        ("llama", 4, 2, dict(cp=4, cp_order="zigzag")),  # two machines
+        ("llama", 4, 4, dict(cp=2, tp=2, sequence_parallel=True, zero=1)),
+        ("llama", 4, 4, dict(cp=2, pp=2, micro_batches=2, recompute="selective")),
+        ("vit", 4, 2, dict(cp=4, zero=0)),
     ],
 )
-def test_ring_attention_is_exact(ranks, kind, world_size, fields):
-    found = ranks(world_size, _train_in_rounds, kind, fields)
+def test_ring_attention_is_exact(ranks, kind, world_size, neighbours, fields):
+    found = ranks(world_size, _train_in_rounds, kind, fields, neighbours)
     parity.assert_same(found[0], parity.reference(kind, None, parity.STEPS, 1, 1), 1e-5)
-    assert found[0]["in_rounds"] > 0
+    assert found[0]["in_rounds"] > 0 and min(neighbours, fields["cp"]) in found[0]["neighbours"]
 
 
 def _positions_held(fields: dict[str, Any]) -> tuple[list[int], list[str]]:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.primitives import start_exchange
+from tensorshard.comm.world import ranks_here
 from tensorshard.context_parallel.active_groups import Activation, activated
+from tensorshard.torch_private.process_groups import LocalGroup
 
 _OURS = os.path.dirname(__file__)
 _PRIVATE = os.path.join(os.path.dirname(_OURS), "torch_private")
@@ -31,9 +33,11 @@ class ContextGroup:
         rank: of this process (or thread) in the group.
         size: how many ranks there are.
         exchange: starts to move data.
+        neighbours: how many consecutive ranks share a machine, a divisor of `size`; None for all.
 
     Attributes:
         received: bytes that came from other ranks, by what they were for. What backward exchanges ends in ``'``.
+        received_across: of these, bytes from other machines.
         calls: exchanges, by what they were for.
         fallbacks: (operation, line of the user's code) -> how often it was computed on whole tensors.
         causal_calls: how often causal attention was computed, in which later positions take longer.
@@ -42,9 +46,10 @@ class ContextGroup:
         refetches: whether backward fetches the keys and values of attention again, instead of keeping all ranks'.
     """
 
-    def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, exchange: Exchange, neighbours: int | None = None) -> None:
+        self.rank, self.size, self.neighbours = rank, size, neighbours or size
         self.received: Counter[str] = Counter()
+        self.received_across: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.causal_calls = 0
@@ -63,7 +68,7 @@ class ContextGroup:
             finish = start_exchange([piece.reshape(-1) for piece in pieces], sizes, pieces[0], process_group)
             return lambda: [part.view(shape) for part, shape in zip(finish(), shapes, strict=True)]
 
-        return cls(process_group.rank(), process_group.size(), exchange)
+        return cls(process_group.rank(), process_group.size(), exchange, _neighbours(process_group))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -97,10 +102,11 @@ class ContextGroup:
         if self.size == 1:
             return lambda: list(pieces)
         finish = self._exchange([piece.contiguous() for piece in pieces], list(shapes))
-        itemsize = pieces[0].element_size()
-        self.received[what] += sum(
-            torch.Size(shape).numel() * itemsize for rank, shape in enumerate(shapes) if rank != self.rank
-        )
+        for rank, shape in enumerate(shapes):
+            nbytes = torch.Size(shape).numel() * pieces[0].element_size() * (rank != self.rank)
+            self.received[what] += nbytes
+            if rank // self.neighbours != self.rank // self.neighbours:
+                self.received_across[what] += nbytes
         self.calls[what] += 1
         return finish
 
@@ -117,6 +123,16 @@ class ContextGroup:
 
     def __reduce__(self) -> Any:
         raise TypeError("a group of context parallelism belongs to its process; it cannot be pickled")
+
+
+def _neighbours(process_group: dist.ProcessGroup) -> int | None:
+    """How many consecutive ranks of a group share a machine; None if all do, or if machines have some more or less."""
+    if isinstance(process_group, LocalGroup):  # of simulated ranks
+        return None
+    machines = [rank // ranks_here() for rank in dist.get_process_group_ranks(process_group)]
+    count = machines.count(machines[0])
+    regular = machines == sorted(machines) and set(Counter(machines).values()) == {count}
+    return count if regular else None
 
 
 def _line_of_caller() -> str:

@@ -1,7 +1,11 @@
 """Attention in rounds: in each, keys and values of one other rank come, and the result so far is merged with theirs in
-fp32. So a rank holds those of two others at most (Liu et al., Ring Attention with Blockwise Transformers, 2023)."""
+fp32. So a rank holds those of two others at most (Liu et al., Ring Attention with Blockwise Transformers, 2023).
 
-from collections.abc import Callable
+Between machines those of a rank travel once, to one rank of each machine, which hands them to its neighbours. Their
+gradients are summed there, and travel back once. A rank then holds those of three others.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,42 +37,75 @@ class _Round:
     """Who sends what to whom.
 
     Attributes:
-        source: the rank whose keys and values come.
-        target: the rank that gets this rank's.
-        send: the places of this rank's keys and values that the target needs.
+        via: the rank that the keys and values come from. They are its own, or those of another machine's that it has.
+        target: the rank that gets some from this one.
+        passes_on: whether this rank sends what it got from another machine, and not its own.
+        send: the places of these that the target needs.
         sent: how many these are.
         count: how many come.
         blocks: what is computed with them.
+        arrives: whether they come from another machine, and are passed on in the following rounds.
+        returns: the round in which what is passed on in this one and before came; None if there is more to come.
     """
 
-    source: int
+    via: int
     target: int
+    passes_on: bool
     send: Index
     sent: int
     count: int
     blocks: list[_Block]
+    arrives: bool
+    returns: int | None
 
 
 @lru_cache(64)
-def rounds(queries: SequenceLayout, keys: SequenceLayout, rank: int, is_causal: bool) -> list[_Round] | None:
-    """What `rank` does: first its own keys, then those of the ranks after it. None for causal attention if ranks have
-    many runs of positions, or if queries and keys overlap otherwise than run by run."""
+def rounds(
+    queries: SequenceLayout, keys: SequenceLayout, rank: int, is_causal: bool, neighbours: int
+) -> list[_Round] | None:
+    """What `rank` does: first its own keys, then those of other ranks. None for causal attention if ranks have many
+    runs of positions, or if queries and keys overlap otherwise than run by run.
+
+    Args:
+        neighbours: how many consecutive ranks share a machine; a divisor of the number of ranks.
+    """
     size = queries.ranks
     if is_causal and (max(map(len, queries.runs)) > _RUNS or _needed(queries, keys) is None):
         return None
+    machine, place = divmod(rank, neighbours)
+    machines = size // neighbours
+
+    def at(machine: int, place: int) -> int:
+        return machine % machines * neighbours + place % neighbours
+
+    def needs(receivers: Iterable[int], source: int) -> list[int]:
+        """The runs of the source's keys that one of the receivers needs."""
+        needed = _needed(queries, keys) if is_causal else None
+        if needed is None:
+            return list(range(len(keys.runs[source])))
+        return sorted(set().union(*(needed[receiver, source] for receiver in receivers)))
+
+    def all_of(machine: int) -> Iterable[int]:
+        return range(at(machine, 0), at(machine, 0) + neighbours)
+
     found = []
     for step in range(size):
-        source, target = (rank + step) % size, (rank - step) % size
-        if not is_causal:
-            rows, count = queries.sizes[rank], keys.sizes[source]
-            blocks = [_Block((0, rows), (0, count), False)] if rows and count else []
-            found.append(_Round(source, target, None, keys.sizes[rank], count, blocks))
-            continue
-        needed = _needed(queries, keys)
-        assert needed is not None
-        send = _places(keys.runs[rank], needed[target, rank])
-        count, blocks = _blocks(queries.runs[rank], keys.runs[source], needed[rank, source])
-        found.append(_Round(source, target, as_index(send), int(np.diff(send).sum()), count, blocks))
+        ahead, along = divmod(step, neighbours)
+        source = at(machine + ahead, place + along)
+        arrives, passes_on = ahead > 0 and along == 0, ahead > 0 and along > 0
+        own = at(machine + ahead, place) if passes_on else rank  # whose keys this rank sends
+        via, target = (at(machine, place + along), at(machine, place - along)) if ahead == 0 or passes_on else (
+            source, at(machine - ahead, place)
+        )  # fmt: skip
+        coming = needs(all_of(machine) if arrives else [rank], source)
+        going = needs(all_of(machine - ahead) if arrives else [target], own)
+        there = needs(all_of(machine), own) if passes_on else list(range(len(keys.runs[own])))
+        send = _places(keys.runs[own][there], [there.index(run) for run in going])
+        count, blocks = _blocks(queries.runs[rank], keys.runs[source], coming, is_causal)
+        last = ahead > 0 and along == neighbours - 1
+        returns = ahead * neighbours if last else None
+        sent = int(np.diff(send).sum())
+        found.append(_Round(via, target, passes_on, as_index(send), sent, count, blocks, arrives, returns))
     return found
 
 
@@ -97,10 +134,13 @@ def _places(runs: Array, chosen: list[int]) -> Array:
     return np.stack([starts, ends], 1)[chosen].reshape(-1, 2)
 
 
-def _blocks(queries: Array, keys: Array, chosen: list[int]) -> tuple[int, list[_Block]]:
+def _blocks(queries: Array, keys: Array, chosen: list[int], is_causal: bool) -> tuple[int, list[_Block]]:
     """How many keys come, and what they are used for."""
     blocks: list[_Block] = []
     sizes = [int(keys[index, 1] - keys[index, 0]) for index in chosen]
+    if not is_causal:
+        rows, count = int(np.diff(queries).sum()), sum(sizes)
+        return count, [_Block((0, rows), (0, count), False)] if rows and count else []
     ends = np.cumsum(sizes).tolist()
     row = 0
     for start, stop in queries.tolist():
@@ -177,6 +217,7 @@ class _Ring(torch.autograd.Function):
         arrivals = _Arrivals(own, plan, group, "attention again", numbers)
         of_query = torch.zeros_like(query, dtype=sums.dtype)
         of_own = torch.zeros_like(own, dtype=sums.dtype)
+        of_passed = of_own  # of what came from another machine
         for step, each in enumerate(plan):
             part = arrivals.take(step)
             of_part = of_own if step == 0 else torch.zeros_like(part, dtype=sums.dtype)
@@ -184,12 +225,23 @@ class _Ring(torch.autograd.Function):
                 gradients = _Call(query, part, block, scale).backward(grads[0], out, sums, next(kept))
                 of_query[:, :, slice(*block.rows)] += gradients[0]
                 of_part[:, :, slice(*block.keys)] += torch.cat(gradients[1:], -1)
-            if step:
-                back = _pieces(of_part.to(own.dtype), each.source, group)
-                shapes = _shapes(own, each.sent, each.target, group)
-                got = group.exchange(back, shapes, "attention'", numbers[step])[each.target]
-                _add(of_own, each.send, got)
+            if each.arrives:
+                of_passed = of_part
+            elif step:
+                _give_back(of_part, each, of_passed if each.passes_on else of_own, own.dtype, group, numbers[step])
+            if each.returns is not None:
+                _give_back(of_passed, plan[each.returns], of_own, own.dtype, group, numbers[each.returns])
         return of_query.to(query.dtype), of_own.to(own.dtype), None, None, None
+
+
+def _give_back(
+    of_part: torch.Tensor, each: _Round, total: torch.Tensor, dtype: torch.dtype, group: ContextGroup, number: int
+) -> None:
+    """Sends the gradient of what has come in a round to where it came from, and adds what comes back to `total`."""
+    got = group.exchange(
+        _pieces(of_part.to(dtype), each.via, group), _shapes(total, each.sent, each.target, group), "attention'", number
+    )[each.target]
+    _add(total, each.send, got)
 
 
 class _Arrivals:
@@ -199,17 +251,21 @@ class _Arrivals:
         self, own: torch.Tensor, plan: list[_Round], group: ContextGroup, what: str, numbers: list[int]
     ) -> None:
         self._own, self._plan, self._group = own, plan, group
+        self._passed = own
         self._what, self._numbers = what, numbers
         self._finish: Callable[[], list[torch.Tensor]] = list
 
     def take(self, step: int) -> torch.Tensor:
         """Those of a round, in turn."""
-        part = self._own if step == 0 else self._finish()[self._plan[step].source]
+        part = self._own if step == 0 else self._finish()[self._plan[step].via]
+        if self._plan[step].arrives:
+            self._passed = part
         if step + 1 < len(self._plan):
             coming = self._plan[step + 1]
+            held = self._passed if coming.passes_on else self._own
             self._finish = self._group.start(
-                _pieces(take(self._own, -2, coming.send), coming.target, self._group),
-                _shapes(self._own, coming.count, coming.source, self._group),
+                _pieces(take(held, -2, coming.send), coming.target, self._group),
+                _shapes(self._own, coming.count, coming.via, self._group),
                 self._what,
                 self._numbers[step + 1],
             )

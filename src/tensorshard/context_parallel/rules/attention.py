@@ -255,7 +255,7 @@ def _ring(q: SequenceTensor, k: Any, v: Any, is_causal: bool, call: dict[str, An
         return None
     if not has_partial_attention(q.device, q.dtype, q.shape[-1]) or (is_causal and q.sequence.key != k.sequence.key):
         return None
-    return rounds(q.sequence, k.sequence, q.group.rank, is_causal)
+    return rounds(q.sequence, k.sequence, q.group.rank, is_causal, q.group.neighbours)
 
 
 def _causal(func: Callable[..., Any], q: SequenceTensor, k: Any, v: Any, call: dict[str, Any]) -> Any:
