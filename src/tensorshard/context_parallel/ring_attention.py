@@ -139,8 +139,8 @@ def _blocks(queries: Array, keys: Array, chosen: list[int], is_causal: bool) -> 
     blocks: list[_Block] = []
     sizes = [int(keys[index, 1] - keys[index, 0]) for index in chosen]
     if not is_causal:
-        rows, count = int(np.diff(queries).sum()), sum(sizes)
-        return count, [_Block((0, rows), (0, count), False)] if rows and count else []
+        asking, count = int(np.diff(queries).sum()), sum(sizes)
+        return count, [_Block((0, asking), (0, count), False)] if asking and count else []
     ends = np.cumsum(sizes).tolist()
     row = 0
     for start, stop in queries.tolist():
