@@ -1,7 +1,9 @@
 """Streams: the same samples in the same order on any number of ranks and workers, also after a checkpoint."""
 
+import multiprocessing
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,24 @@ class Stateful(Numbers):
         self.next, self.total = state["next"], state["total"]
 
 
+class SharedEpoch(Numbers):
+    """Its workers share its epoch, as those of a Hugging Face stream do, and here both always add at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epoch = torch.tensor(0).share_memory_()
+        self._both = Barrier(2)
+
+    def set_epoch(self, epoch: int) -> None:
+        change = epoch - self._epoch
+        if multiprocessing.parent_process() is not None:
+            self._both.wait(60)
+        self._epoch += change
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([float(self._epoch)] * 2 * BATCH)
+
+
 def _loader(stream: Any, rank: int = 0, size: int = 1, workers: int = 0, **changes: Any) -> EngineLoader:
     options = {"num_workers": workers, **changes}
     order = {"shuffle": False, "drop_last": False, "seed": 0}
@@ -86,6 +106,13 @@ def test_a_resumed_stream_repeats_and_drops_nothing(kind: type[Numbers], workers
         found += _taken(loader, batches)
         state = loader.state_dict()
     assert found == whole
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_workers_that_share_an_epoch_read_the_same_one(mixed: bool) -> None:
+    stream = ts.data.mix([SharedEpoch()], [1.0]) if mixed else SharedEpoch()
+    epochs = [batch[0] for batch in _taken(_loader(stream, workers=2), 6)]
+    assert epochs == [0, 0, 1, 1, 2, 2]
 
 
 def test_ranks_take_shares_of_the_same_batches() -> None:

@@ -98,6 +98,14 @@ def take(tensor: torch.Tensor, dim: int, index: Index) -> torch.Tensor:
     return tensor.index_select(dim, index if index.device == tensor.device else index.to(tensor.device))
 
 
+def add_at(total: torch.Tensor, dim: int, index: Index, piece: torch.Tensor) -> None:
+    """Adds `piece` to the indexed places along `dim`."""
+    if isinstance(index, torch.Tensor):
+        total.index_add_(dim, index.to(total.device), piece.to(total.dtype))
+    else:
+        take(total, dim, index).add_(piece)
+
+
 @lru_cache(512)
 def _is_held(layout: SequenceLayout, wanted: PositionLists) -> bool:
     """Whether every rank holds what it wants."""
@@ -160,18 +168,16 @@ class _Fetch(torch.autograd.Function):
         refuse_double_backward()
         dim, route, what, group, number = ctx.about
         grad = take(grads[0].movedim(dim, 0), 0, route.order)
-        shapes = [(_count(index, route.held), *grad.shape[1:]) for index in route.send]
+        shapes = [(length_of(index, route.held), *grad.shape[1:]) for index in route.send]
         got = group.exchange(list(grad.split(route.counts)), shapes, what + "'", number)
         total = grad.new_zeros(route.held, *grad.shape[1:])
         for index, piece in zip(route.send, got, strict=True):
-            if isinstance(index, torch.Tensor):
-                total.index_add_(0, index.to(total.device), piece)
-            else:
-                take(total, 0, index).add_(piece)
+            add_at(total, 0, index, piece)
         return total.movedim(0, dim), None, None, None, None
 
 
-def _count(index: Index, held: int) -> int:
+def length_of(index: Index, held: int) -> int:
+    """How many places are indexed, of `held` ones."""
     if index is None:
         return held
     return index.stop - index.start if isinstance(index, slice) else len(index)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tensorshard.context_parallel.context_group import ContextGroup
-from tensorshard.context_parallel.exchanges import Index, refuse_double_backward, take
+from tensorshard.context_parallel.exchanges import Index, add_at, length_of, refuse_double_backward, take
 from tensorshard.context_parallel.sequence_layout import Array, SequenceLayout, as_index
 from tensorshard.torch_private.attention import attend_to_part, partial_attention_gradients
 
@@ -41,7 +41,6 @@ class _Round:
         target: the rank that gets some from this one.
         passes_on: whether this rank sends what it got from another machine, and not its own.
         send: the places of these that the target needs.
-        sent: how many these are.
         count: how many come.
         blocks: what is computed with them.
         arrives: whether they come from another machine, and are passed on in the following rounds.
@@ -52,7 +51,6 @@ class _Round:
     target: int
     passes_on: bool
     send: Index
-    sent: int
     count: int
     blocks: list[_Block]
     arrives: bool
@@ -104,8 +102,7 @@ def rounds(
         count, blocks = _blocks(queries.runs[rank], keys.runs[source], coming, is_causal)
         last = ahead > 0 and along == neighbours - 1
         returns = ahead * neighbours if last else None
-        sent = int(np.diff(send).sum())
-        found.append(_Round(via, target, passes_on, as_index(send), sent, count, blocks, arrives, returns))
+        found.append(_Round(via, target, passes_on, as_index(send), count, blocks, arrives, returns))
     return found
 
 
@@ -238,10 +235,9 @@ def _give_back(
     of_part: torch.Tensor, each: _Round, total: torch.Tensor, dtype: torch.dtype, group: ContextGroup, number: int
 ) -> None:
     """Sends the gradient of what has come in a round to where it came from, and adds what comes back to `total`."""
-    got = group.exchange(
-        _pieces(of_part.to(dtype), each.via, group), _shapes(total, each.sent, each.target, group), "attention'", number
-    )[each.target]
-    _add(total, each.send, got)
+    shapes = _shapes(total, length_of(each.send, total.shape[-2]), each.target, group)
+    got = group.exchange(_pieces(of_part.to(dtype), each.via, group), shapes, "attention'", number)
+    add_at(total, -2, each.send, got[each.target])
 
 
 class _Arrivals:
@@ -280,13 +276,6 @@ def _pieces(piece: torch.Tensor, target: int, group: ContextGroup) -> list[torch
 def _shapes(own: torch.Tensor, count: int, source: int, group: ContextGroup) -> list[tuple[int, ...]]:
     """What comes from each rank: `count` positions from `source`."""
     return [(*own.shape[:-2], count, own.shape[-1]) if rank == source else (0,) for rank in range(group.size)]
-
-
-def _add(total: torch.Tensor, places: Index, piece: torch.Tensor) -> None:
-    if isinstance(places, torch.Tensor):
-        total.index_add_(total.ndim - 2, places.to(total.device), piece.to(total.dtype))
-    else:
-        take(total, -2, places).add_(piece)
 
 
 class _Call:

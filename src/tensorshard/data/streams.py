@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import torch
+
 
 class StreamReader:
     """Reads one pass of a stream, and knows its place.
@@ -21,6 +23,7 @@ class StreamReader:
         self._is_over = state is not None and state["is_over"]
         place = None if state is None or not is_stateful(stream) else state["place"]
         if hasattr(stream, "set_epoch"):
+            _keep_its_own_epoch(stream)
             stream.set_epoch(epoch)
         if place is not None and not self._is_over:
             stream.load_state_dict(place)
@@ -53,6 +56,14 @@ def is_stateful(stream: Any) -> bool:
     stream is read again instead.
     """
     return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not _forgets_a_buffer(stream)
+
+
+def _keep_its_own_epoch(stream: Any) -> None:
+    """All worker processes share a Hugging Face stream's epoch, and ``set_epoch`` adds to it: two that call it at once
+    may add twice."""
+    epoch = getattr(stream, "_epoch", None)
+    if isinstance(epoch, torch.Tensor) and epoch.is_shared():
+        stream._epoch = epoch.clone()
 
 
 def _forgets_a_buffer(stream: Any) -> bool:

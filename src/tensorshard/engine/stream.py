@@ -1,6 +1,5 @@
 """The batches of a stream for one data rank, each with the place in the stream that comes after it."""
 
-import copy
 from collections.abc import Callable, Iterator
 from itertools import accumulate, islice, pairwise
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from tensorshard.data.sampler import shares
-from tensorshard.data.streams import is_stateful
+from tensorshard.data.streams import StreamReader
 from tensorshard.torch_private.data_workers import become_only_reader
 
 
@@ -55,14 +54,8 @@ class DealtStream(IterableDataset[tuple[Any, tuple[int, ...], Any]]):
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
         worker, workers = become_only_reader()
-        stream = self._stream
-        if hasattr(stream, "set_epoch"):
-            stream.set_epoch(self._epoch)
-        if self._state is not None:
-            stream.load_state_dict(self._state)
-        samples = iter(stream)
-        for _ in islice(samples, self._skip):
-            pass
+        begin = {"read": self._skip, "is_over": False, "place": self._state}
+        samples = StreamReader(self._stream, self._epoch, begin)
         size, number = self._batch_size, 0
         while size == self._batch_size:
             read = list(islice(samples, self._batch_size))
@@ -73,12 +66,9 @@ class DealtStream(IterableDataset[tuple[Any, tuple[int, ...], Any]]):
                 dealt = self._deal(read)
                 # Any one if this rank gets none, from which tensors of the right form are made.
                 own = [read[place] for place in dealt[self._dp_rank]] or read[-1:]
-                yield self._collate(own), tuple(map(len, dealt)), self._place()
+                yield self._collate(own), tuple(map(len, dealt)), samples.state()["place"]
             number += 1
 
     def _in_a_row(self, samples: list[Any]) -> list[list[int]]:
         ends = list(accumulate(shares(len(samples), self._dp_size), initial=0))
         return [list(range(first, end)) for first, end in pairwise(ends)]
-
-    def _place(self) -> Any:
-        return copy.deepcopy(self._stream.state_dict()) if is_stateful(self._stream) else None

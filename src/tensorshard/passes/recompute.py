@@ -19,7 +19,7 @@ from tensorshard.passes.costly_results import COSTLY, CachedResults, CachesCostl
 from tensorshard.torch_private.autograd import compare_saved_tensors, is_function_transformed, stops_early
 from tensorshard.torch_private.compilation import is_making_graph
 from tensorshard.torch_private.fake_tensors import FakeTensor
-from tensorshard.torch_private.modules import buffer_names, registrations
+from tensorshard.torch_private.modules import buffer_names, has_functional_weights, registrations
 
 logger = logging.getLogger("tensorshard")
 
@@ -127,12 +127,9 @@ class RecomputedBlock:
         """2 if a norm keeps running statistics: torch's kernel writes to these vectors after it has saved them."""
         return 2 if any(keeps_statistics(module) for module in self._block.modules()) else 0
 
-    def has_other_weights(self) -> bool:
-        """Whether ``torch.func.functional_call`` has put tensors in the places of parameters, which only it knows."""
-        return any(type(tensor) is torch.Tensor for table in self._tables for tensor in table.values())
-
     @cached_property
-    def _tables(self) -> list[dict[str, Any]]:
+    def parameter_tables(self) -> list[dict[str, Any]]:
+        """The dicts of the parameters."""
         return [table for table in registrations(self._block.modules())[::2] if table]
 
     def warn_not_repeatable(self, kind: str) -> None:
@@ -154,7 +151,7 @@ def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwarg
         # What arguments refer to is not restored. If it changed, the comparison says so.
         contexts = block.contexts
     else:
-        if block.has_other_weights():
+        if has_functional_weights(block.parameter_tables):
             return forward(*args, **kwargs)
         others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
         state = block.state.keep(others, watched=block.begin())

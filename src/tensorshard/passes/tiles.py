@@ -16,7 +16,7 @@ from tensorshard.model.reachable_state import is_foreign
 from tensorshard.model.special_layers import is_transposed
 from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.fake_tensors import fake_device
-from tensorshard.torch_private.modules import buffer_names, forward_hooks, registrations
+from tensorshard.torch_private.modules import buffer_names, forward_hooks, has_functional_weights, registrations
 
 logger = logging.getLogger("tensorshard")
 
@@ -94,8 +94,8 @@ class _Tiled:
             return False
         if any("Dropout" in type(each).__name__ and each.training and getattr(each, "p", 0) for each in self._modules):
             return False
-        if any(type(tensor) is torch.Tensor for table in self._tables for tensor in table.values()):
-            return False  # by torch.func.functional_call
+        if has_functional_weights(self._tables):
+            return False
         if self._fits is None and fake_device(x) is None and not x.is_meta:
             self._fits = self._acts_on_positions(x)
         return self._fits is not False

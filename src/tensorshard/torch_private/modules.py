@@ -126,6 +126,18 @@ def registrations(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     return [table for module in modules for table in (module._parameters, module._modules)]
 
 
+def has_functional_weights(tables: Iterable[dict[str, Any]]) -> bool:
+    """Whether ``torch.func.functional_call`` has put tensors into these dicts of parameters (:func:`registrations`).
+
+    Why: only that call knows them, and they are gone when backward computes a forward again.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return any(type(tensor) is torch.Tensor for table in tables for tensor in table.values())
+
+
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that are registered on `module` itself, by the names they have there.
 
