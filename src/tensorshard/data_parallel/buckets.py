@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from tensorshard.comm.coalescing import Started
 from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.torch_private.coalescing import unflatten
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 
 ALONE_BYTES = 1 << 16
@@ -19,6 +21,8 @@ does not depend on its size below that."""
 
 MOST_BYTES = 4 << 30
 """Messages whose memory is given back when they are waited for take no more than this together, unless it is one."""
+
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,19 @@ class Bucket:
         self.numel = sum(p.storage.numel() for p in parameters)
         self._all_flags: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.ready: set[ReplicatedParameter] = set()
+        self.last: ReplicatedParameter | None = None  # whose gradient came last in a backward; None if not all came
+        self._templates: list[torch.Tensor] | None = None
         self.gathering: list[Gather] = []
         self.update_pending = False  # an update of its master weights goes on, and forwards do not have it yet
+
+    def unpacked(self, packed: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """This rank's part of the `packed` message: the gradients of its parameters, and the flags behind them."""
+        if self._templates is None:
+            one = packed.new_empty(())
+            shapes = [*(p.message_shape for p in self.packed), (len(self.parameters) + 1,)]
+            self._templates = [one.expand(shape) for shape in shapes]
+        *gradients, flags = unflatten(packed, self._templates)
+        return gradients, flags
 
     def flags(
         self, ranks: int, dtype: torch.dtype, missing: Collection[ReplicatedParameter], wrote: bool
@@ -102,7 +117,8 @@ class Buckets:
         self._parameters = list(parameters)
         self.in_units = range(2 * len(units))
         self._before_change = before_change
-        self._trained: tuple[bool, ...] | None = None
+        self._computes = [p.compute for p in self._parameters]
+        self._trained: list[bool] | None = None
         self.unit_of = self._assign(units)
         self.arrange()
 
@@ -127,7 +143,7 @@ class Buckets:
     def arrange(self) -> None:
         """Fills the buckets with the parameters that are trained now, if these have changed."""
         with without_torch_functions_of_tensors():
-            trained = tuple([p.compute.requires_grad for p in self._parameters])
+            trained = list(map(_IS_TRAINED, self._computes))
         if trained == self._trained:
             return
         if self._trained is not None:

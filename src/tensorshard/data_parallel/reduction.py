@@ -105,7 +105,7 @@ class Reduction:
         *alone, packed = self._shards
         if self._scale != 1.0:
             foreach_mul_(list(self._shards), self._scale)
-        *parts, flags = packed.split([*(p.chunk for p in bucket.packed), len(bucket.parameters) + 1])
+        parts, flags = bucket.unpacked(packed)
         self.writers = flags[-1]
         absent = self._missing
         if absent and not world().is_simulated:  # simulated ranks use the same parameters

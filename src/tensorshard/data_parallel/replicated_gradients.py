@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Buckets
 from tensorshard.data_parallel.equal_backwards import EqualBackwards
@@ -16,6 +17,7 @@ from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
 from tensorshard.model.watched_parameters import (
     Watch,
     held_gradient,
+    held_gradients,
     hold_gradient,
     take_held_gradients,
     unwatch,
@@ -25,6 +27,7 @@ from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.storage import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward, current_backward, operations_of_backward
 from tensorshard.torch_private.fake_tensors import FakeTensor
+from tensorshard.torch_private.tensors import PausedHooks
 
 
 class ReplicatedGradients:
@@ -84,8 +87,12 @@ class ReplicatedGradients:
         self._equal: EqualBackwards | None = None  # whether they will, in the backward that is running
         self._numbers: dict[torch.Tensor, int] = {p.compute: number for number, p in enumerate(self._parameters)}
         self._shown_gradients: dict[ReplicatedParameter, _ShownGradient] = {}
-        for parameter in self._parameters:
-            self._watch(parameter)
+        # A hook costs a small parameter more than its gradient. In a step of the Engine only that parameter of each
+        # bucket has one whose gradient came last before.
+        self._hooks = {parameter: self._watch(parameter) for parameter in self._parameters}
+        self._are_paused = False  # the others', while a backward runs
+        self._last_ones: list[ReplicatedParameter] = []  # of the buckets
+        self._others = PausedHooks([])  # the hooks of all but these
 
     def watch(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         """Sets :attr:`take` and :attr:`finish`."""
@@ -98,6 +105,7 @@ class ReplicatedGradients:
 
     def discard(self) -> None:
         """Drops all gradients, and what reduces them."""
+        self._resume_hooks()
         while self._in_flight:
             self._in_flight.popleft().finish()
         self._buckets.launched = 0
@@ -139,6 +147,7 @@ class ReplicatedGradients:
         if self._meets and self._last and not self._at_the_end and self._backwards_seen is None:
             assert self._groups.all is not None
             self._equal = EqualBackwards(loss, self._numbers, self._groups.all)
+        self._pause_hooks()
 
     def finish_micro_batch(self) -> None:
         """Called when a backward of a step, or a part of one, is over."""
@@ -153,7 +162,7 @@ class ReplicatedGradients:
 
     # -- in a backward --
 
-    def _watch(self, parameter: ReplicatedParameter) -> None:
+    def _watch(self, parameter: ReplicatedParameter) -> RemovableHandle | None:
         # Weak references: the garbage collector does not see those of such a hook, and would never free the model.
         gradients, watched = weakref.ref(self), weakref.ref(parameter)
 
@@ -164,17 +173,61 @@ class ReplicatedGradients:
 
         compute = parameter.compute
         if not (compute.is_floating_point() or compute.is_complex()):
-            return
+            return None
         trained = compute.requires_grad
         compute.requires_grad_(True)  # else no hook could be registered, which one needs when it is trained later
-        compute.register_post_accumulate_grad_hook(ready)
+        handle = compute.register_post_accumulate_grad_hook(ready)
         compute.requires_grad_(trained)
+        return handle
 
     def _begin_backward(self) -> None:
         self._in_backward, self._wrote = True, None
         self._buckets.arrange()
         if not self._is_guided:
             call_after_backward(self._end_of_backward)
+
+    def _pause_hooks(self) -> None:
+        """Takes the hooks of all but the last parameter of each bucket away, if gradients that are there at its end
+        can only be those of the backward that begins, and if ranks may reduce a bucket at different times."""
+        if not (self._groups.communicate and self._in_step and self._final and self._last):
+            return
+        if self._waits_for_end or self._meets:
+            return
+        self._buckets.arrange()
+        last = [bucket.last for bucket in self._buckets.trained if bucket.last is not None]
+        is_known = len(last) == len(self._buckets.trained)
+        if not is_known or any(gradient is not None for gradient in held_gradients([p.compute for p in self._hooks])):
+            return
+        if self._last_ones != last:
+            self._last_ones = last
+            others = self._hooks.keys() - last
+            self._others = PausedHooks(hook for p, hook in self._hooks.items() if p in others and hook is not None)
+        self._are_paused = True
+        self._others.pause()
+
+    def _resume_hooks(self) -> None:
+        if self._are_paused:
+            self._are_paused = False
+            self._others.resume()
+
+    def _look_for_late_gradients(self) -> None:
+        """Finds those that came after their bucket was reduced, for which no hook was called."""
+        for bucket in self._buckets.backward_order[: self._buckets.launched]:
+            held = held_gradients([p.compute for p in bucket.parameters])
+            if any(g is not None and g is not p.averaged for p, g in zip(bucket.parameters, held, strict=True)):
+                bucket.last = None  # it is learned anew
+                if bucket not in self._late:
+                    self._late.append(bucket)
+
+    def _note_ready(self, bucket: Bucket, parameter: ReplicatedParameter) -> None:
+        if not self._are_paused:
+            bucket.ready.add(parameter)
+            if len(bucket.ready) == len(bucket.parameters):
+                bucket.last = parameter
+        elif all(gradient is not None for gradient in held_gradients([p.compute for p in bucket.parameters])):
+            bucket.ready.update(bucket.parameters)
+        else:
+            bucket.last = None  # the order has changed: it is reduced at the end, and learned anew
 
     def _gradient_ready(self, parameter: ReplicatedParameter) -> None:
         if not self._in_backward:
@@ -194,7 +247,7 @@ class ReplicatedGradients:
             if bucket not in self._late:
                 self._late.append(bucket)
             return
-        bucket.ready.add(parameter)
+        self._note_ready(bucket, parameter)
         if len(bucket.ready) < len(bucket.parameters) or not self._may_reduce():
             return
         while self._buckets.launched < len(order):
@@ -204,9 +257,13 @@ class ReplicatedGradients:
             self._reduce(bucket)
             self._buckets.launched += 1
 
+    @property
+    def _waits_for_end(self) -> bool:
+        return self._at_the_end or self._backwards_seen is not None
+
     def _may_reduce(self) -> bool:
         """Whether reductions may begin before the end of the backward: the same answer on all ranks."""
-        if self._at_the_end or self._backwards_seen is not None:
+        if self._waits_for_end:
             return False
         return not self._meets or (self._equal is not None and self._equal.hold())
 
@@ -244,6 +301,9 @@ class ReplicatedGradients:
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
+        if self._are_paused:
+            self._resume_hooks()
+            self._look_for_late_gradients()
         if self._backwards_seen is not None and not self._last:
             self._note_backwards()
         if self._last and not (self._is_guided and self._final):

@@ -117,6 +117,12 @@ class ReplicatedParameter:
         """This rank's shard of a master or of its gradient."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
+    @property
+    def message_shape(self) -> torch.Size:
+        """The shape of this rank's part of the gradient in a message: with its padding it is flat."""
+        is_full = self._shard_shape.numel() == self.chunk
+        return self._shard_shape if is_full else torch.Size((self.chunk,))
+
     def _view_rows(self) -> None:
         self.rows = self.storage.view(self.num_shards, self.chunk)
         self.mine = self.storage[self.own]
@@ -251,10 +257,12 @@ class ReplicatedParameter:
         held = held_gradient(self.compute)
         return held is not None and held is not self.averaged and (communicate or self.master is not self.compute)
 
-    def set_gradient(self, flat: torch.Tensor) -> None:
-        """Adds `flat`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
-        numel = self._shard_shape.numel()
-        shard = (flat if flat.numel() == numel else flat[:numel]).view(self._shard_shape)
+    def set_gradient(self, part: torch.Tensor) -> None:
+        """Adds `part`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
+        shard = part
+        if part.shape != self._shard_shape:
+            numel = self._shard_shape.numel()
+            shard = (part if part.numel() == numel else part.view(-1)[:numel]).view(self._shard_shape)
         if not self.place.holds_gradients:
             assert self.take_gradient is not None
             self.take_gradient(self.master, shard)

@@ -21,6 +21,7 @@ _TAKEN = "_tensorshard_data_taken"
 
 
 _TENSOR: Any = torch.Tensor
+_HELD, _HOLD = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 
 METADATA = frozenset(
     getter
@@ -182,12 +183,19 @@ def hold_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> Non
         _TENSOR.grad.__set__(parameter, gradient)
 
 
+def held_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
+    """:func:`held_gradient` of each."""
+    with without_torch_functions_of_tensors():
+        return list(map(_HELD, parameters))
+
+
 def take_held_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
     """:func:`held_gradient` of each, which then holds none."""
     with without_torch_functions_of_tensors():
-        gradients = [_TENSOR.grad.__get__(parameter) for parameter in parameters]
-        for parameter in parameters:
-            _TENSOR.grad.__set__(parameter, None)
+        gradients = list(map(_HELD, parameters))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                _HOLD(parameter, None)
     return gradients
 
 

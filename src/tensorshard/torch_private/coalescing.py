@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-__all__ = ["chunk_cat", "coalesced"]
+__all__ = ["chunk_cat", "coalesced", "unflatten"]
 
 
 def coalesced(calls: Callable[[], object], group: dist.ProcessGroup) -> dist.Work:
@@ -37,3 +37,15 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
     Public way: ``torch.chunk`` and ``Tensor.copy_`` of each tensor.
     """
     torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
+
+
+def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of the parts of `flat`, one after another in the shapes of the tensors of `like`.
+
+    Why: it takes one call, and two for each part otherwise.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``torch.split`` and ``Tensor.view`` of each part.
+    """
+    return torch._C._nn.unflatten_dense_tensors(flat, like)

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 PARAMETER_FLAG = "_is_param"
 """A key in a tensor's ``__dict__`` that makes it count as an ``nn.Parameter``, see :func:`mark_as_parameter`."""
+
+_VERSION = attrgetter("_version")
 
 QUESTIONS = ("_is_view", "_has_compatible_shallow_copy_type")
 """Names of functions by which torch's own Python code asks what kind of tensor one is, without reading values."""
@@ -79,7 +83,7 @@ def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
     Public way: none, as for :func:`tensor_version`.
     """
-    return [tensor._version for tensor in tensors]
+    return list(map(_VERSION, tensors))
 
 
 def versions_kept(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -116,6 +120,35 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     Public way: ``nn.Parameter``, for plain tensors that may be replaced by another object.
     """
     tensor._is_param = True  # type: ignore[attr-defined]
+
+
+class PausedHooks:
+    """Hooks that can be taken away for a while, all of them at the cost of a loop, and come back as they were.
+
+    Why: autograd calls Python for each hook, which costs a small parameter more than its gradient. Another registration
+    of each would cost as much.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``RemovableHandle.remove`` and another registration.
+    """
+
+    def __init__(self, handles: Iterable[RemovableHandle]) -> None:
+        self._hooks = []
+        for handle in handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                self._hooks.append((hooks, handle.id, hooks[handle.id]))
+
+    def pause(self) -> None:
+        """From now on, they are not called."""
+        for hooks, number, _ in self._hooks:
+            hooks.pop(number, None)
+
+    def resume(self) -> None:
+        """They are called again."""
+        for hooks, number, hook in self._hooks:
+            hooks[number] = hook
 
 
 def count_gradient_hooks(tensor: torch.Tensor) -> int:
