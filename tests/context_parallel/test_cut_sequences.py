@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import parity
 import tensorshard as ts
-from tensorshard.context_parallel.cut_samples import CutSamples
+from tensorshard.context_parallel.split_sequences import CutSamples
 from tensorshard.models import GPT, next_token_loss
 
 LENGTH = 30

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorshard.model.config_inputs import diffusers_inputs, transformers_inputs
-from tensorshard.model.sample_inputs import example_inputs
+from tensorshard.model.sample_inputs import diffusers_inputs, example_inputs, transformers_inputs
 
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 _IMAGE = {**_SIZES, "image_size": 16, "patch_size": 8}

@@ -15,8 +15,7 @@ import pytest
 from browser import find_browser, look_at_pages
 from tensorshard import Plan, cli
 from tensorshard.config import ConfigError
-from tensorshard.report.axes import HIGH, TOP, round_values, scale_of
-from tensorshard.report.charts import Line, line_chart, rank_chart
+from tensorshard.report.charts import HIGH, TOP, Line, line_chart, rank_chart, round_values, scale_of
 from tensorshard.report.describe import describe
 from tensorshard.report.figures import differences
 from tensorshard.report.read_run import Run, read_run, read_runs

@@ -4,7 +4,8 @@ import copy
 import difflib
 import inspect
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -14,12 +15,78 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tensorshard.common.kinds import kind_of
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.data.balance import Balance
-from tensorshard.data.sampler import TorchOrder
-from tensorshard.data.streams import is_stateful
-from tensorshard.engine.stream import DealtStream
+from tensorshard.data.sampler import TorchOrder, shares
+from tensorshard.data.streams import StreamReader, is_stateful
 from tensorshard.model.batches import to_device
 from tensorshard.model.whole_sequences import WholeSequences
+from tensorshard.torch_private.data_workers import become_only_reader
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+# The batches of a stream for one data rank, each with the place in the stream that comes after it.
+
+
+class DealtStream(IterableDataset[tuple[Any, tuple[int, ...], Any]]):
+    """One pass over a stream. Every rank reads all of it, and takes its share of each batch.
+
+    So the samples and their order are the same on any number of ranks and workers: worker `w` of `n` makes the batches
+    `w`, `w + n`, and so on. With each batch comes what ``stream.state_dict()`` was after it. A loader reads ahead, so
+    that the stream itself is further than the training.
+
+    Args:
+        stream: an iterable of samples. It may have ``state_dict`` and ``load_state_dict``, and ``set_epoch``.
+        batch_size: samples in a batch, over all data ranks.
+        dp_size: how many data ranks there are.
+        drop_last: whether an incomplete batch at the end is left out.
+        collate: makes a batch of a list of samples.
+        epoch: for ``set_epoch``.
+        state: where the pass begins, as ``state_dict`` gave it; None for the stream's beginning.
+        skip: samples to read and leave out, of a stream without ``state_dict``.
+        deal: which of a batch's samples each data rank gets, from the samples; None for contiguous shares.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        batch_size: int,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        epoch: int,
+        state: Any,
+        skip: int,
+        deal: Callable[[list[Any]], list[list[int]]] | None = None,
+    ) -> None:
+        self._stream = stream
+        self._batch_size = batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._drop_last = drop_last
+        self._collate = collate
+        self._epoch, self._state, self._skip = epoch, state, skip
+        self._deal = deal or self._in_a_row
+
+    def __iter__(self) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
+        worker, workers = become_only_reader()
+        begin = {"read": self._skip, "is_over": False, "place": self._state}
+        samples = StreamReader(self._stream, self._epoch, begin)
+        size, number = self._batch_size, 0
+        while size == self._batch_size:
+            read = list(islice(samples, self._batch_size))
+            size = len(read)
+            if not size or (size < self._batch_size and self._drop_last):
+                return
+            if number % workers == worker:
+                dealt = self._deal(read)
+                # Any one if this rank gets none, from which tensors of the right form are made.
+                own = [read[place] for place in dealt[self._dp_rank]] or read[-1:]
+                yield self._collate(own), tuple(map(len, dealt)), samples.state()["place"]
+            number += 1
+
+    def _in_a_row(self, samples: list[Any]) -> list[list[int]]:
+        ends = list(accumulate(shares(len(samples), self._dp_size), initial=0))
+        return [list(range(first, end)) for first, end in pairwise(ends)]
+
 
 # Options that decide the order of the data. The Engine sets them, since it divides the data over the ranks.
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
@@ -152,8 +219,8 @@ class EngineLoader:
         """The batches to come of this epoch, how many samples of them each data rank has, and None."""
         sampler = self._sampler(self.samples_consumed)
         batches = self._batches(batch_sampler=_AtLeastOne(sampler), generator=generator)
-        for batch, shares in zip(batches, sampler.all_shares(), strict=False):
-            yield batch, shares, None
+        for batch, dealt in zip(batches, sampler.all_shares(), strict=False):
+            yield batch, dealt, None
 
     def _stream_pass(self, generator: torch.Generator) -> Iterator[tuple[Any, tuple[int, ...], Any]]:
         """The batches to come of this epoch, how many samples of them each data rank has, and the stream's place after
