@@ -96,6 +96,7 @@ class Buckets:
         before_change: called before parameters move to other buckets.
 
     Attributes:
+        computes: what forwards compute with, of all parameters.
         unit_of: the index of each parameter's bucket. Two follow each other for each unit: that of the parameters that
             all ranks hold, and that of its experts.
         in_units: the indices of the buckets of `units`.
@@ -117,7 +118,7 @@ class Buckets:
         self._parameters = list(parameters)
         self.in_units = range(2 * len(units))
         self._before_change = before_change
-        self._computes = [p.compute for p in self._parameters]
+        self.computes = [p.compute for p in self._parameters]
         self._trained: list[bool] | None = None
         self.unit_of = self._assign(units)
         self.arrange()
@@ -143,7 +144,7 @@ class Buckets:
     def arrange(self) -> None:
         """Fills the buckets with the parameters that are trained now, if these have changed."""
         with without_torch_functions_of_tensors():
-            trained = list(map(_IS_TRAINED, self._computes))
+            trained = list(map(_IS_TRAINED, self.computes))
         if trained == self._trained:
             return
         if self._trained is not None:

@@ -37,16 +37,17 @@ from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.process_groups import group_device
 from tensorshard.torch_private.tensors import PausedHooks
 
-# Whether the backwards of all data ranks run the same operations in the same order.
-# A batch normalization's backward is a collective of the data ranks, and so is the reduction of gradients. All ranks
-# must make both in one order. They do if their graphs are equal, since autograd then computes the same gradients
-# between the same two collectives. A rank that uses other parameters has another graph.
-
 _UNKNOWN = -1
 
 
 class EqualBackwards:
-    """Asks all ranks of `group` for the order of the backward that is about to begin: a message of 8 bytes over the
+    """Whether the backwards of all data ranks run the same operations in the same order.
+
+    A batch normalization's backward is a collective of the data ranks, and so is the reduction of gradients. All ranks
+    must make both in one order. They do if their graphs are equal, since autograd then computes the same gradients
+    between the same two collectives. A rank that uses other parameters has another graph.
+
+    It asks all ranks of `group` for the order of the backward that is about to begin: a message of 8 bytes over the
     group's half for the CPU, so that nothing waits for a GPU. A collective.
 
     Args:
@@ -133,7 +134,7 @@ class ReplicatedGradients:
         self._complete = True  # the gradients of the last backward have been averaged
         self._last = True
         self._final = True  # the step's gradients are complete after its next backward
-        self._late: list[Bucket] = []  # gradients came after these were reduced in the same backward
+        self._late: dict[Bucket, None] = {}  # gradients came after these were reduced in the same backward
         # A backward within a backward (reentrant checkpointing, reversible functions) adds to gradients again. The
         # first backward shows whether there is one, if its graph does not. If so, reductions wait for the end.
         self._backwards_seen: set[int] | None = set()
@@ -172,7 +173,7 @@ class ReplicatedGradients:
         for p, shown in self._shown_gradients.items():
             unwatch(p.compute, shown)
         self._shown_gradients.clear()
-        take_held_gradients([p.compute for p in self._parameters])
+        take_held_gradients(self._buckets.computes)
         for p in self._parameters:
             p.forget_gradient()
         self._equal = None
@@ -238,7 +239,8 @@ class ReplicatedGradients:
 
     def _begin_backward(self) -> None:
         self._in_backward, self._wrote = True, None
-        self._buckets.arrange()
+        if not self._are_paused:  # else they were arranged before the hooks were
+            self._buckets.arrange()
         if not self._is_guided:
             call_after_backward(self._end_of_backward)
 
@@ -252,7 +254,7 @@ class ReplicatedGradients:
         self._buckets.arrange()
         last = [bucket.last for bucket in self._buckets.trained if bucket.last is not None]
         is_known = len(last) == len(self._buckets.trained)
-        if not is_known or any(gradient is not None for gradient in held_gradients([p.compute for p in self._hooks])):
+        if not is_known or any(gradient is not None for gradient in held_gradients(self._buckets.computes)):
             return
         if self._last_ones != last:
             self._last_ones = last
@@ -272,8 +274,7 @@ class ReplicatedGradients:
             held = held_gradients([p.compute for p in bucket.parameters])
             if any(g is not None and g is not p.averaged for p, g in zip(bucket.parameters, held, strict=True)):
                 bucket.last = None  # it is learned anew
-                if bucket not in self._late:
-                    self._late.append(bucket)
+                self._late[bucket] = None
 
     def _note_ready(self, bucket: Bucket, parameter: ReplicatedParameter) -> None:
         if not self._are_paused:
@@ -300,8 +301,7 @@ class ReplicatedGradients:
             return
         order = self._buckets.backward_order
         if self._buckets.launched and bucket in order[: self._buckets.launched]:
-            if bucket not in self._late:
-                self._late.append(bucket)
+            self._late[bucket] = None
             return
         self._note_ready(bucket, parameter)
         if len(bucket.ready) < len(bucket.parameters) or not self._may_reduce():

@@ -262,7 +262,7 @@ class ReplicatedParameter:
         shard = part
         if part.shape != self._shard_shape:
             numel = self._shard_shape.numel()
-            shard = (part if part.numel() == numel else part.view(-1)[:numel]).view(self._shard_shape)
+            shard = (part if part.numel() == numel else part[:numel]).view(self._shard_shape)
         if not self.place.holds_gradients:
             assert self.take_gradient is not None
             self.take_gradient(self.master, shard)

@@ -36,19 +36,18 @@ from tensorshard.torch_private.fsdp_calls import (
     release_unit,
 )
 
-# In which order the ranks gather a model's units, if not all ranks call the same ones.
-# All ranks gather along one sequence of units, which is the same everywhere. A rank that calls a unit first takes
-# part in the gathers of those that come before it in the sequence and that it did not call; at the end of its
-# forward, in those that are left. This needs no messages. If a rank calls a unit that is not in the rest of the
-# sequence, the ranks would have to go through it once more. In the first forwards, and whenever the ranks have
-# differed before, they ask each other for this at the end of the sequence, and then agree on one that has all calls
-# in it.
-
 _LONGEST = 2048  # a longer sequence is not learned
 
 
 class AgreedOrder:
-    """The sequence of units.
+    """In which order the ranks gather a model's units, if not all ranks call the same ones.
+
+    All ranks gather along one sequence of units, which is the same everywhere. A rank that calls a unit first takes
+    part in the gathers of those that come before it in the sequence and that it did not call; at the end of its
+    forward, in those that are left. This needs no messages. If a rank calls a unit that is not in the rest of the
+    sequence, the ranks would have to go through it once more. In the first forwards, and whenever the ranks have
+    differed before, they ask each other for this at the end of the sequence, and then agree on one that has all calls
+    in it.
 
     Args:
         units: how many there are, in the order of the modules.

@@ -137,7 +137,7 @@ class _Watched:
     @property
     def grad(self) -> torch.Tensor | None:
         with without_torch_functions_of_tensors():
-            shown: torch.Tensor | None = _TENSOR.grad.__get__(self)
+            shown: torch.Tensor | None = _HELD(self)
             for watching in watches_of(self):
                 shown = watching.gradient(self, shown)  # type: ignore[arg-type]
             return shown
@@ -150,7 +150,7 @@ class _Watched:
             for watching in watches_of(self):
                 if watching.set_gradient(self, gradient):  # type: ignore[arg-type]
                     return
-            _TENSOR.grad.__set__(self, gradient)
+            _HOLD(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
@@ -174,13 +174,13 @@ class _Watched:
 def held_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd has added up in `parameter`, whatever ``parameter.grad`` shows."""
     with without_torch_functions_of_tensors():
-        return _TENSOR.grad.__get__(parameter)
+        return _HELD(parameter)
 
 
 def hold_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Makes `parameter` hold `gradient`, to which autograd adds, whatever ``parameter.grad`` shows."""
     with without_torch_functions_of_tensors():
-        _TENSOR.grad.__set__(parameter, gradient)
+        _HOLD(parameter, gradient)
 
 
 def held_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
