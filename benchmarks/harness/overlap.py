@@ -19,8 +19,7 @@ import torch.distributed as dist
 from tensorshard.engine.engine import Engine
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.hardware import Rates
-from tensorshard.predict.operation_ledger import OperationLedger, axis_of
-from tensorshard.predict.operations import Kernel, Transfer
+from tensorshard.predict.operation_ledger import Kernel, OperationLedger, Transfer, axis_of
 from tensorshard.predict.operator_costs import cost_of
 from tensorshard.predict.step_time import kernel_time, transfer_time
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tensorshard.trainer.launch.local_world import free_port
+from tensorshard.trainer.launch.launcher import free_port
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 30  # lines of a failed rank's log that the error has

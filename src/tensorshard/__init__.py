@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tensorshard.common import __version__ as __version__
 from tensorshard.common.lazy_imports import lazy_imports
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
     from tensorshard.engine.engine import Engine
     from tensorshard.engine.frozen import FrozenModel
+    from tensorshard.engine.loss import model_loss
     from tensorshard.engine.loss_terms import LossTerm
-    from tensorshard.engine.model_loss import model_loss
-    from tensorshard.engine.samples import gather_samples
+    from tensorshard.engine.measures import gather_samples
     from tensorshard.parallelize.parallelize import parallelize, parallelize_frozen
     from tensorshard.plan.mesh import Mesh
     from tensorshard.predict.estimate import Estimate, estimate
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from tensorshard.verify.verify import verify
     from tensorshard.weights.files import from_pretrained
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Engine",
@@ -90,11 +90,11 @@ _MODULES = {
     "estimate": "tensorshard.predict",
     "find_plans": "tensorshard.predict.search",
     "from_pretrained": "tensorshard.weights.files",
-    "gather_samples": "tensorshard.engine.samples",
+    "gather_samples": "tensorshard.engine.measures",
     "get_parallel_dim": "tensorshard.comm.marks",
     "group_sharded_parallel": "tensorshard.compat.group_sharded",
     "init_process_group": "tensorshard.distributed",
-    "model_loss": "tensorshard.engine.model_loss",
+    "model_loss": "tensorshard.engine.loss",
     "notebook_launch": "tensorshard.trainer.launch.notebook",
     "parallelize": "tensorshard.parallelize.parallelize",
     "parallelize_frozen": "tensorshard.parallelize.parallelize",

@@ -13,7 +13,7 @@ from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize.build import build_engine
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.hardware import find_hardware
-from tensorshard.predict.operations import Kernel, Transfer
+from tensorshard.predict.operation_ledger import Kernel, Transfer
 
 _LAYERS, _WORLD = 6, 8
 _KERNEL = Kernel("", "aten.mm", "float32", 10, 0)

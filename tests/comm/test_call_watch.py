@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.collectives import all_reduce_
-from tensorshard.torch_private.waits import place_of_wait
+from tensorshard.torch_private.process_groups import place_of_wait
 
 CPU = torch.device("cpu")
 PAUSE = 0.05

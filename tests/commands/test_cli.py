@@ -178,7 +178,7 @@ def test_print_config_starts_nothing(started: Started, config: str, capsys: pyte
     ("words", "message"),
     [
         (["no_such_config"], "there is no config 'no_such_config'"),
-        (["gpt", "data.train.source=x"], "data.validation.source has no value, which tensorshard.data.token_dataset."),
+        (["gpt", "data.train.source=x"], "data.validation.source has no value, which tensorshard.data.TokenDataset"),
         (["gpt"], "give it one: data.train.source=VALUE; `tensorshard data tokenize TEXT...` makes token files"),
         (["mine.py", "other.py"], "one config at a time, not mine.py and other.py"),
         (["mine.py", "train.stpes=3"], "did you mean 'steps'?"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorshard.common.terminal import fit
+from tensorshard.common.words import fit
 
 _PLAN = """\
 mesh           pp=1  dp_replicate=1  dp_shard=2  cp=1  tp=1

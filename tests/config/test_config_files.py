@@ -21,7 +21,7 @@ from tensorshard.config import (
     shipped_configs,
     to_yaml,
 )
-from tensorshard.config.allowed_targets import modules_to_allow
+from tensorshard.config.files import modules_to_allow
 
 _BASE = """
 from tensorshard import Plan
@@ -294,7 +294,7 @@ def test_a_directory_is_pointed_to_its_config(tmp_path: Path) -> None:
             "from tensorshard.config import get_config\n"
             "train = get_config('common/train.py').train\n"
             "train.plan.zzero = 3\n",
-            r"train\.plan\.zzero: tensorshard\.plan\.Plan has no argument 'zzero'; did you mean 'zero'\?",
+            r"train\.plan\.zzero: tensorshard\.Plan has no argument 'zzero'; did you mean 'zero'\?",
         ),
     ],
 )

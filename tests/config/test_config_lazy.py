@@ -9,8 +9,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import tensorshard
 from tensorshard import Plan
 from tensorshard.config import ConfigError, LazyCall, instantiate
+from tensorshard.config.lazy import find_target, target_name
 
 
 class Block:
@@ -60,6 +62,22 @@ def test_variable_arguments_stay_positional() -> None:
 
 def test_any_keyword_is_fine_for_a_target_that_takes_any() -> None:
     assert instantiate(LazyCall(anything)(a=1, b="x")) == {"a": 1, "b": "x"}
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (torch.optim.AdamW, "torch.optim.AdamW"),
+        (tensorshard.Plan, "tensorshard.Plan"),
+        (tensorshard.data.StdlibText, "tensorshard.data.StdlibText"),
+        (tensorshard.Plan.from_deepspeed, "tensorshard.Plan.from_deepspeed"),
+        (Block, "test_config_lazy.Block"),
+    ],
+)
+def test_the_name_is_the_public_one(target: Callable[..., Any], name: str) -> None:
+    """So a config of an earlier version is read where the package has moved the definition."""
+    assert target_name(target) == name
+    assert find_target(name, "model") == target
 
 
 def test_a_classmethod_is_named_by_the_class_it_was_taken_from() -> None:

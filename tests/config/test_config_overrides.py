@@ -125,7 +125,7 @@ def test_a_call_can_be_given_another_target(config: DictConfig) -> None:
         ("trian.steps=1", r"no key 'trian' here; did you mean 'train'\?"),
         (
             "train.plan.dp_shrad=2",
-            r"tensorshard\.plan\.Plan has no argument 'dp_shrad'; did you mean 'dp_shard'\?",
+            r"tensorshard\.Plan has no argument 'dp_shrad'; did you mean 'dp_shard'\?",
         ),
         ("optimizer.learning_rate=1", r"AdamW has no argument 'learning_rate'; its arguments: amsgrad"),
         ("train.steps.x=1", r"train\.steps is 200 and has no keys of its own"),

@@ -15,7 +15,7 @@ import tensorshard as ts
 from tensorshard.context_parallel import ContextGroup
 from tensorshard.context_parallel.rules import attention
 from tensorshard.loss.logits.deferred_logits import Source
-from tensorshard.model.sequence_dims import first_sequence, sequence_dim
+from tensorshard.model.whole_sequences import first_sequence, sequence_dim
 
 # id: (model, ranks, fields of the plan)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -76,7 +76,7 @@ def _sent() -> list[bool]:
             found.append(output.isnan().sum().item() == output.numel() - mine.numel() and not mine.isnan().any())
         return all_gather_into(output, mine, *args, **options)
 
-    with unittest.mock.patch("tensorshard.comm.coalescing.all_gather_into", gather):
+    with unittest.mock.patch("tensorshard.comm.collectives.all_gather_into", gather):
         _step(engine)
     assert not any(p.isnan().any() for p in engine.model.parameters())
     return found

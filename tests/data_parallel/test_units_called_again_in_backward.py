@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import parity
 import seeds
 from engines import ADAMW, engine_of
-from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.comm.groups import CollectiveMismatchError
 from toys import data, squares
 
 STEPS, BLOCKS = 5, 3

@@ -12,7 +12,7 @@ import parity
 import seeds
 import strict_nccl
 from engines import ADAMW, engine_of
-from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.comm.groups import CollectiveMismatchError
 from toys import data, squares
 
 STEPS, BLOCKS = 6, 5

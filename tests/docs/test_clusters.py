@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pages import Block, blocks
-from tensorshard.trainer.launch.local_world import free_port
+from tensorshard.trainer.launch.launcher import free_port
 
 _BLOCKS = blocks("docs/clusters.md")
 _SECONDS = 300

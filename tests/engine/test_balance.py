@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 import seeds
 import tensorshard as ts
-from tensorshard.data.balance import Balance
+from tensorshard.data.sampler import Balance
 from tensorshard.models import GPT, next_token_loss
 
 SGD = partial(torch.optim.SGD, lr=0.5)

@@ -15,7 +15,7 @@ import seeds
 import tensorshard as ts
 from tensorshard.expert_parallel.listed_experts import draw_seed, drawing_from, find_lists
 from tensorshard.expert_parallel.search import find_routed_experts
-from tensorshard.expert_parallel.sorted_experts import SortedCall
+from tensorshard.expert_parallel.stacked_experts import SortedCall
 
 
 class Expert(nn.Sequential):

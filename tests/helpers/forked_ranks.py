@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tensorshard.trainer.launch.local_world import local_environment
+from tensorshard.trainer.launch.launcher import local_environment
 from tensorshard.trainer.launch.worker import die_with_parent
 
 _PATIENCE = 120.0  # seconds that survivors of a kill may take to end after a SIGTERM, as torchrun's agent sends it

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tensorshard as ts
-from tensorshard.comm import coalescing, groups
+from tensorshard.comm import collectives, groups
 from tensorshard.comm.collectives import broadcast_, on_group_device
 from tensorshard.compat import group_sharded
 from tensorshard.engine import manual_forwards, pipeline_step, step
@@ -140,7 +140,7 @@ def _pretend(stack: ExitStack, world_size: int) -> None:
         (build, "kept_random_state", lambda _: nullcontext()),
         (build, "check_supported", lambda *_: None),
         (cut_cache, "_autocast", lambda _: None),
-        (coalescing, "backend_name", lambda *_: NAME),  # torch has no backend for the device
+        (collectives, "backend_name", lambda *_: NAME),  # torch has no backend for the device
         *((module, "autocast", lambda *_: nullcontext()) for module in (step, pipeline_step, stages, manual_forwards)),
     ]
     for module, name, value in replaced:

@@ -10,7 +10,7 @@ from torch import nn
 
 import tensorshard as ts
 from tensorshard.model.forwards import has_users_forward
-from tensorshard.passes.batch_norm_checks import examine
+from tensorshard.passes.batch_norm import examine
 
 CHANNELS = 4
 STEPS = 4

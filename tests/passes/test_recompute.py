@@ -11,7 +11,7 @@ from torch import nn
 import parity
 import tensorshard as ts
 from engines import Operations, engine_of, own_shard
-from tensorshard.passes import costly_results
+from tensorshard.passes import recompute
 from tensorshard.passes.recompute import Comparison, DifferentValuesError, apply_recompute
 from toys import Block, data
 
@@ -146,14 +146,14 @@ def test_attention_with_dropout_is_computed_again(monkeypatch):
     library.define(schema)
     library.impl("attention", lambda q, dropout_p=0.0: nn.functional.dropout(q, dropout_p), "CompositeExplicitAutograd")
     kernel = torch.ops.tensorshard_tests.attention.default
-    monkeypatch.setattr(costly_results, "COSTLY", costly_results.COSTLY | {kernel})
-    results = costly_results.CachedResults()
+    monkeypatch.setattr(recompute, "COSTLY", recompute.COSTLY | {kernel})
+    results = recompute.CachedResults()
     q = torch.ones(1000)
-    with costly_results.CachesCostly(results):
+    with recompute.CachesCostly(results):
         kept = kernel(q, 0.0)
         torch.manual_seed(0)
         first = kernel(q, 0.5), nn.functional.dropout(q, 0.5)
-    with costly_results.TakesCached(results):
+    with recompute.TakesCached(results):
         assert kernel(q, 0.0).data_ptr() == kept.data_ptr()
         torch.manual_seed(0)
         again = kernel(q, 0.5), nn.functional.dropout(q, 0.5)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import tensorshard as ts
 from tensorshard import cli
-from tensorshard.common.quantities import size_text
+from tensorshard.common.words import size_text
 from tensorshard.predict.changes import Change, find_changes
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 
 import tensorshard as ts
 from tensorshard.predict import Estimate, MemoryProfile, RankEstimate
-from tensorshard.predict.chart import stacked_chart
+from tensorshard.predict.page import stacked_chart
 from tensorshard.predict.page_frame import STYLE, plan_section
 from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor, Moment, moments
 from tensorshard.predict.storage_ledger import Event

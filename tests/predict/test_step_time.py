@@ -21,8 +21,15 @@ from tensorshard.predict.hardware import (
     known_hardware,
     save_measured,
 )
-from tensorshard.predict.operation_ledger import OperationLedger
-from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Kernel, Operations, Transfer
+from tensorshard.predict.operation_ledger import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    Kernel,
+    OperationLedger,
+    Operations,
+    Transfer,
+)
 from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate
 from tensorshard.predict.step_time import kernel_time, link_of, step_time, transfer_time
 

@@ -15,13 +15,11 @@ import pytest
 from browser import find_browser, look_at_pages
 from tensorshard import Plan, cli
 from tensorshard.config import ConfigError
-from tensorshard.report.charts import HIGH, TOP, Line, line_chart, rank_chart, round_values, scale_of
 from tensorshard.report.describe import describe
 from tensorshard.report.figures import differences
-from tensorshard.report.read_run import Run, read_run, read_runs
-from tensorshard.report.run_page import run_page
-from tensorshard.report.series import Series, columns
-from tensorshard.trainer.session_record import Session, write_session
+from tensorshard.report.read_run import Run, Series, columns, read_run, read_runs
+from tensorshard.report.run_page import HIGH, TOP, Line, line_chart, rank_chart, round_values, run_page, scale_of
+from tensorshard.trainer.run_directory import Session, write_session
 
 MIB = 1 << 20
 

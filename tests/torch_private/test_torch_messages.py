@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from tensorshard.torch_private import messages
+from tensorshard.torch_private import process
 
 
 def test_one_message_is_silenced_and_others_are_heard(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("torch.utils.cpp_extension")
-    with messages.compiling():
-        logger.warning(messages._NO_CUDA, "/usr/local")
+    with process.compiling():
+        logger.warning(process._NO_CUDA, "/usr/local")
         logger.warning("another of %s", "torch")
-    logger.warning(messages._NO_CUDA, "/usr/local")
-    assert [record.msg for record in caplog.records] == ["another of %s", messages._NO_CUDA]
+    logger.warning(process._NO_CUDA, "/usr/local")
+    assert [record.msg for record in caplog.records] == ["another of %s", process._NO_CUDA]
 
 
 @pytest.mark.slow
@@ -23,8 +23,8 @@ def test_torch_still_says_what_is_silenced_in_these_words() -> None:
     """In a process that profiles for the first time."""
     code = """
 import torch
-from tensorshard.torch_private import messages
-messages.silence_profiler_marks()
+from tensorshard.torch_private import process
+process.silence_profiler_marks()
 with torch.profiler.profile():
     torch.ones(1) + 1
 """

@@ -20,7 +20,7 @@ from tensorshard.checkpoint.integrity import is_whole
 from tensorshard.config import ConfigError, load_config
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
-from tensorshard.trainer.session_record import read_sessions
+from tensorshard.trainer.run_directory import read_sessions
 from tensorshard.weights.files.checkpoint_files import read_tensors
 
 

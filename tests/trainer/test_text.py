@@ -11,7 +11,7 @@ import torch
 import pretrained_models
 import tensorshard as ts
 from tensorshard.config import ConfigError, load_config, save_config
-from tensorshard.data.text_codec import find_codec
+from tensorshard.data.text import find_codec
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.text import TextSettings, find_model, print_text
 

@@ -29,7 +29,7 @@ from tensorshard.trainer import (
 )
 from tensorshard.trainer.hooks import OutOfMemoryHook
 from tensorshard.trainer.loggers import Logger
-from tensorshard.trainer.step_record import BatchSize
+from tensorshard.trainer.trainer import BatchSize
 from trainer_doubles import CountingEngine, regression_batches
 
 

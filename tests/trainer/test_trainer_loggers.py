@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tensorshard.common.quantities import format_count
+from tensorshard.common.words import format_count
 from tensorshard.trainer.loggers import (
     AS_IT_IS,
     ConsoleHandler,

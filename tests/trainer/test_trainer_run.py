@@ -34,7 +34,7 @@ from tensorshard.trainer.initial_model import check_files
 from tensorshard.trainer.loaders import Collate, evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
-from tensorshard.trainer.session_record import read_sessions
+from tensorshard.trainer.run_directory import read_sessions
 
 CONFIG = """
 from torch.nn.functional import mse_loss

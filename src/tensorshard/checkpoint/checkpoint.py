@@ -31,8 +31,8 @@ from tensorshard.checkpoint.writing import (
 )
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.common.folders import recover
-from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import Store, open_store
+from tensorshard.common.words import kind_of
 from tensorshard.host.memory import available_on_host
 from tensorshard.plan.storage import TemporaryCopy
 from tensorshard.weights.files.checkpoint_files import OpenCheckpoint, read_into

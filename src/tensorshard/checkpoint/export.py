@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tensorshard.common.folders import WholeFolder
-from tensorshard.common.uploads import UploadedFolder
+from tensorshard.common.stores import UploadedFolder
 from tensorshard.model.quantized import refuse_export
 from tensorshard.weights.files.checkpoint_files import CheckpointWeights
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, export_all, model_from_configs, weights_folder

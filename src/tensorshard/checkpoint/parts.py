@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from tensorshard.checkpoint.checksums import checksums
 from tensorshard.checkpoint.imported import fit_optimizer, fit_weights, why_other_optimizer
+from tensorshard.checkpoint.integrity import checksums
 from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel

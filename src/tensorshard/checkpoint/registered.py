@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.checkpoint.parts import Part, Stateful, Stored
 from tensorshard.comm.decisions import check_same
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import TemporaryCopy
 from tensorshard.weights.files.manifest import as_bytes

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.quantities import size_text
 from tensorshard.common.stores import Store, sync
+from tensorshard.common.words import size_text
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.weights.files.manifest import (
     DTYPES,

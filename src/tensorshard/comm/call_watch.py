@@ -31,8 +31,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import awaited
 from tensorshard.comm.world import world
-from tensorshard.torch_private.process_groups import backend_name, default_store
-from tensorshard.torch_private.waits import place_of_wait
+from tensorshard.torch_private.process_groups import backend_name, default_store, place_of_wait
 
 logger = logging.getLogger("tensorshard")
 

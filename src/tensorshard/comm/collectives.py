@@ -8,6 +8,11 @@ them, in the order of the ranks, so that they do not depend on timing.
 Every send and receive carries a tag made of what the call is for and of its size. So calls that do not belong together
 never meet: Gloo ends the process where a message is larger than the room for it. They wait instead, until the group's
 timeout, and then say what they were.
+
+Collectives on several tensors at once.
+
+On NCCL they are one call: one kernel, one wait in its queue. On Gloo, which moves no byte sooner for that, they are one
+call a tensor, so that no tensor has to be copied into a message.
 """
 
 import logging
@@ -23,8 +28,9 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.common.never_compiled import never_compiled
+from tensorshard.torch_private.coalescing import coalesced
 from tensorshard.torch_private.process_groups import backend_name, group_device, group_timeout
 from tensorshard.torch_private.tensors import storage_address
 
@@ -378,3 +384,89 @@ def _done_or_pending(pending: _Pending, async_op: bool) -> dist.Work | None:
 def _check_sum_or_average(op: Any) -> None:
     if op not in _SUMS:
         raise ValueError(f"reduce_scatter_into was given {op}; it sums (ReduceOp.SUM) or averages (ReduceOp.AVG)")
+
+
+class Started:
+    """Collectives under way. Whoever reads their outputs waits for them first.
+
+    Args:
+        tensors: what they read and write, which is kept until then.
+    """
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for work in self._works:
+            work.wait()
+        self._tensors = ()
+
+    def advance(self) -> None:
+        """See :func:`~tensorshard.comm.collectives.advance`."""
+        for work in self._works:
+            advance(work)
+
+    def abandon(self) -> None:
+        """See :func:`~tensorshard.comm.collectives.finish_unasked`."""
+        for work in self._works:
+            finish_unasked(work)
+
+
+def all_reduce_several(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, what: str) -> Started:
+    """Starts to sum each of `tensors` over the ranks, in place.
+
+    Args:
+        tensors: flat.
+        what: as for :func:`~tensorshard.comm.collectives.all_gather_into`.
+    """
+    return _started([(tensor,) for tensor in tensors], group, lambda tensor: _reduced(tensor, group, what))
+
+
+def reduce_scatter_several(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, what: str
+) -> Started:
+    """Starts to sum each of `inputs` over the ranks, of which this rank's shard comes into its output.
+
+    Args:
+        outputs, inputs: flat.
+        what: as for :func:`~tensorshard.comm.collectives.all_gather_into`.
+    """
+    pairs = list(zip(outputs, inputs, strict=True))
+    return _started(
+        pairs, group, lambda output, input: reduce_scatter_into(output, input, group, async_op=True, what=what)
+    )
+
+
+def all_gather_several(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, what: str = ""
+) -> Started:
+    """Starts to gather each of `inputs` from all ranks into its output.
+
+    Args:
+        outputs, inputs: flat. An input may be this rank's shard of its output.
+        what: as for :func:`~tensorshard.comm.collectives.all_gather_into`.
+    """
+    pairs = list(zip(outputs, inputs, strict=True))
+    return _started(pairs, group, lambda output, input: all_gather_into(output, input, group, async_op=True, what=what))
+
+
+def _reduced(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> Any:
+    return all_reduce_(tensor, group, async_op=True, what=what)
+
+
+def _started(calls: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup, start: Any) -> Started:
+    """Calls `start` with each of `calls`; those of one type are one call where the backend has that."""
+    if len(calls) < 2 or not _coalesces(group, calls[0][0].device):
+        return Started([start(*call) for call in calls], calls)
+    works = []
+    for dtype in dict.fromkeys(call[0].dtype for call in calls):
+        members = [call for call in calls if call[0].dtype == dtype]
+        works.append(coalesced(lambda members=members: [start(*call) for call in members], group))  # type: ignore[misc]
+    return Started(works, calls)
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether several collectives of `group` are one. Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares them one
+    by one."""
+    return backend_name(group, device) == "nccl" and dist.get_debug_level() != dist.DebugLevel.DETAIL

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, Generic, NoReturn, TypeVar
 
-from tensorshard.common.quantities import first_line
+from tensorshard.common.words import first_line
 from tensorshard.host.memory import cores_here
 from tensorshard.torch_private.process_groups import forget_world, world_set_aside
 

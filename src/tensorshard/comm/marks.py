@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 
 _PARALLEL_DIM = "parallel_dim"
 _ORDER_TYPE = "order_type"

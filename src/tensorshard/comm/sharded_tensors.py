@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tensorshard.comm import groups, primitives
 from tensorshard.comm.marks import ParallelMark, get_layout, get_mark
 from tensorshard.comm.sharding import distribute_like, normalize_dim, shard_range
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 
 _WHOSE = "_tensorshard_part"
 

@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tensorshard.commands.arguments import HelpFormat
-from tensorshard.common.quantities import size_text
+from tensorshard.common.words import size_text
 from tensorshard.config import ConfigError
 from tensorshard.plan.plan import AXES
 

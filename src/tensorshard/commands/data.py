@@ -11,7 +11,7 @@ from tensorshard.common.paths import read_utf8
 from tensorshard.config import ConfigError
 
 if TYPE_CHECKING:
-    from tensorshard.data.text_codec import TextCodec
+    from tensorshard.data.text import TextCodec
 
 _EPILOG = """\
 examples:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"there is no file {text}")
     if not 0 <= args.validation < 1:
         raise ConfigError(f"--validation {args.validation:g}: it is the share of a text, at least 0 and below 1")
-    from tensorshard.data.text_codec import find_codec
+    from tensorshard.data.text import find_codec
 
     folder = Path(args.output)
     if folder.exists() and not folder.is_dir():

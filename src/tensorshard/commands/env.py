@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
 from tensorshard.commands.arguments import HelpFormat
-from tensorshard.common.quantities import size_text
-from tensorshard.common.terminal import fit, terminal_width
+from tensorshard.common.words import fit, size_text, terminal_width
 from tensorshard.host.memory import cores_here
 
 _PACKAGES = (

@@ -12,7 +12,7 @@ from tensorshard.commands.arguments import (
     config_and_overrides,
     find_own_modules,
 )
-from tensorshard.common.terminal import fit
+from tensorshard.common.words import fit
 from tensorshard.config import ConfigError
 
 if TYPE_CHECKING:

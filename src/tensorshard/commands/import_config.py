@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorshard.commands.arguments import HelpFormat
-from tensorshard.common.terminal import terminal_width
+from tensorshard.common.words import terminal_width
 from tensorshard.config import ConfigError
 
 _EPILOG = """\

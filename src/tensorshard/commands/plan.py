@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     find_own_modules()
     from dataclasses import replace
 
-    from tensorshard.predict.search.nothing_fits import NothingFitsError
+    from tensorshard.predict.search.find_plans import NothingFitsError
     from tensorshard.trainer.planned_run import plans_of_run, read_config
 
     source, overrides = config_and_overrides(args.words)

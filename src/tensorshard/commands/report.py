@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tensorshard.commands.arguments import HelpFormat
-from tensorshard.common.terminal import terminal_width
+from tensorshard.common.words import terminal_width
 from tensorshard.config import ConfigError
 
 _EPILOG = """\

@@ -9,10 +9,10 @@ from omegaconf import DictConfig, open_dict
 
 from tensorshard.commands.arguments import HelpFormat, add_allow, config_and_overrides, find_own_modules
 from tensorshard.common.stores import is_url, open_store
-from tensorshard.common.terminal import fit, terminal_width
+from tensorshard.common.words import fit, terminal_width
 from tensorshard.config import ConfigError, to_yaml
-from tensorshard.config.config_error import MissingValueError
 from tensorshard.config.files import ASKED
+from tensorshard.config.lazy import MissingValueError
 from tensorshard.trainer.launch.launch_errors import LaunchError
 from tensorshard.trainer.launch.worker import run_worker
 
@@ -185,7 +185,7 @@ def _load(source: str, overrides: list[str], allow: list[str]) -> "ReadConfig":
     try:
         return read_config(source, overrides, allow=allow)
     except MissingValueError as error:
-        if error.target != "tensorshard.data.token_dataset.TokenDataset":
+        if error.target != "tensorshard.data.TokenDataset":
             raise
         raise ConfigError(f"{error}; `tensorshard data tokenize TEXT...` makes token files from text") from error
 

@@ -12,7 +12,7 @@ from tensorshard.commands.arguments import (
     config_and_overrides,
     find_own_modules,
 )
-from tensorshard.common.terminal import fit
+from tensorshard.common.words import fit
 from tensorshard.config import ConfigError
 
 _WIDTH = 120
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and not (Path(path).parent.is_dir() and not Path(path).is_dir()):
             raise ConfigError(f"--{option} {path}: it cannot be written, as its folder is not there or it is a folder")
     find_own_modules()
+    from tensorshard.trainer.initial_model import RunParts
     from tensorshard.trainer.planned_run import read_config
-    from tensorshard.trainer.run_parts import RunParts
     from tensorshard.verify import verify
 
     source, overrides = config_and_overrides(args.words)

@@ -2,21 +2,36 @@
 
 Object stores are reached through fsspec, which torch brings. They have no rename and no folders: a file there is whole
 or absent once it is closed, and a set of files is what one last file says it is.
+
+Copies of files of an object store on this machine's disk, for what maps files into memory.
+
+Folders that are written on this machine's disk, and then copied to an object store.
 """
 
+import atexit
+import hashlib
+import logging
 import os
 import re
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tensorshard.common.paths import as_path
+from tensorshard.common.folders import WholeFolder
+from tensorshard.common.paths import as_path, cache_folder
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _READ_AHEAD = 32 << 20  # bytes that one request to an object store asks for
+logger = logging.getLogger("tensorshard")
+
+_BLOCK = 16 << 20  # bytes that are copied at a time
 
 
 class Store(ABC):
@@ -216,3 +231,126 @@ def sync(stream: BinaryIO) -> None:
     except (AttributeError, OSError, ValueError):  # not a file of this machine
         return
     os.fsync(descriptor)
+
+
+def fetched(url: str, names: Mapping[str, str]) -> Path:
+    """A folder with copies of files of the folder `url`; those that are not there are left out.
+
+    They are copied once per machine, to the folder of caches (:func:`cache_folder`), where they stay. A file that was
+    written anew in the store is copied anew. Processes of one machine wait for the one that copies.
+
+    Args:
+        names: of the files in the store, and of their copies.
+
+    Raises:
+        OSError: the store cannot be read, or the disk is full. Nothing is left that looks like a copy.
+    """
+    store = RemoteStore(url)
+    versions = {name: version for name in names if (version := store.version(name)) is not None}
+    named = "\n".join([url, *(f"{name} {names[name]} {version}" for name, version in sorted(versions.items()))])
+    folder = _copies() / hashlib.sha256(named.encode()).hexdigest()[:20]
+    with _alone(folder.with_name(f".{folder.name}.lock")):
+        if not folder.is_dir():
+            temporary = folder.with_name(f".{folder.name}.copying")
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a crash
+            temporary.mkdir()
+            logger.info("copying %s of %s to %s", ", ".join(versions) or "nothing", url, folder)
+            try:
+                for name in versions:
+                    with store.open(name) as source, (temporary / names[name]).open("wb") as copy:
+                        shutil.copyfileobj(source, copy, _BLOCK)
+                temporary.rename(folder)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+    return folder
+
+
+def _copies() -> Path:
+    cached = cache_folder()
+    folder = _of_this_process() if cached is None else cached / "files"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@cache
+def _of_this_process() -> Path:
+    """Where nothing is cached: a folder that is removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="tensorshard-files-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Inside, no other process of this machine is in the same context. It ends with the process that dies in it."""
+    with lock.open("w") as file:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class UploadedFolder:
+    """A folder of an object store, with the methods of :class:`WholeFolder`.
+
+    Its files are first written to a temporary folder of this machine, as they may be written in any order, and copied
+    when all are complete, the JSON files last, which say what the others are. A store has no rename: while an older
+    folder is replaced, files of both are there.
+
+    Args:
+        url: of the folder.
+        files, needed, kind, overwrite: as for :class:`WholeFolder`.
+
+    Raises:
+        FileExistsError: `url` holds files, and must not be replaced.
+    """
+
+    def __init__(self, url: str, files: Sequence[str], *, needed: int, kind: str, overwrite: bool) -> None:
+        self._store = RemoteStore(url)
+        self._files = files
+        there = self._store.files()
+        if there and not overwrite:
+            raise FileExistsError(
+                f"{url} is there already and is not overwritten; save under another name, or give overwrite=True"
+            )
+        if there and not any(fnmatch(file, pattern) for file in there for pattern in files[:needed]):
+            raise FileExistsError(
+                f"{url} is there already and is not {kind}, so overwrite=True does not replace it; save under another "
+                f"name"
+            )
+        self._temporary: Path | None = None
+
+    def begin(self) -> Path:
+        """Makes the folder that is written to; returns its path."""
+        self._temporary = Path(tempfile.mkdtemp(prefix="tensorshard-upload-"))
+        return self._temporary
+
+    def finish(self) -> None:
+        """Copies the complete folder to the store, and removes older files there that it has not."""
+        assert self._temporary is not None
+        written = [path for path in self._temporary.rglob("*") if path.is_file()]
+        written.sort(key=lambda path: (path.suffix == ".json", path))
+        names = [path.relative_to(self._temporary).as_posix() for path in written]
+        for path, name in zip(written, names, strict=True):
+            with path.open("rb") as source, self._store.create(name) as target:
+                shutil.copyfileobj(source, target, _BLOCK)
+        for file in self._store.files():
+            if file not in names and any(fnmatch(file, pattern) for pattern in self._files):
+                self._store.remove(file)
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes what was written to this machine's disk."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def folder_to_write(
+    place: Path | str, files: Sequence[str], *, needed: int, kind: str, overwrite: bool
+) -> WholeFolder | UploadedFolder:
+    """What writes to `place`, a folder or a URL; the other arguments are those of :class:`WholeFolder`."""
+    if isinstance(place, str):
+        return UploadedFolder(place, files, needed=needed, kind=kind, overwrite=overwrite)
+    return WholeFolder(place, files, needed=needed, kind=kind, overwrite=overwrite)

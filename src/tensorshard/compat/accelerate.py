@@ -22,7 +22,7 @@ from tensorshard.comm.world import under_torchrun
 from tensorshard.compat.taken_over import agreed, follow_optimizer, given_plan, rebuilt
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.guards.foreign_optimizers import mark_wrapper
-from tensorshard.engine.model_loss import model_loss
+from tensorshard.engine.loss import model_loss
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import default_device, join_world, world_size
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.compat.taken_over import rebuilt
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.guards.foreign_optimizers import mark_wrapper
-from tensorshard.engine.model_loss import model_loss
+from tensorshard.engine.loss import model_loss
 from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 

@@ -23,7 +23,7 @@ from tensorshard.comm.sharded_tensors import gather_full
 from tensorshard.comm.sharding import to_local
 from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.common.folders import WholeFolder, recover
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.optimizer import build_optimizer
 from tensorshard.model.trains_itself import self_training

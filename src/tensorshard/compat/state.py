@@ -18,7 +18,7 @@ from tensorshard.comm.marks import (
 )
 from tensorshard.comm.sharded_tensors import check_tensor, gather_full, own_part, own_shard
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.distributed.optimizer_state import complete_states
 from tensorshard.layers.parallel_module import layout_of

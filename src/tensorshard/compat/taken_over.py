@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.optimizers import inner_schedulers

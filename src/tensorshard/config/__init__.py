@@ -5,9 +5,8 @@ They work as detectron2's LazyConfig, which LiBai also uses: a config is a plain
 changed from the command line and written to a file; :func:`instantiate` makes the calls.
 """
 
-from tensorshard.config.config_error import ConfigError
 from tensorshard.config.files import config_path, get_config, load_config, save_config, shipped_configs, to_yaml
-from tensorshard.config.lazy import LazyCall, instantiate
+from tensorshard.config.lazy import ConfigError, LazyCall, instantiate
 from tensorshard.config.overrides import apply_overrides
 
 __all__ = [

@@ -1,19 +1,22 @@
-"""LazyCall: a call recorded as data, and checked against the signature of its target."""
+"""LazyCall: a call recorded as data, and checked against the signature of its target.
 
+The error of this package, and how it names the nearest known word.
+"""
+
+import difflib
 import functools
 import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from tensorshard.common.kinds import kind_of
-from tensorshard.config.config_error import ConfigError, suggest
+from tensorshard.common.words import kind_of
 
 CALL_KEYS = frozenset({"_target_", "_partial_", "_args_"})
 """Keys of a recorded call that are not arguments."""
@@ -141,7 +144,7 @@ def _found(name: str) -> Any:
 
 
 def target_name(target: Callable[..., Any]) -> str:
-    """The dotted name under which `target` can be imported; for what a config file defines, ``FILE.py:name``.
+    """The shortest dotted name under which `target` can be imported; for what a config file defines, ``FILE.py:name``.
 
     Raises:
         ConfigError: there is none, as for a lambda or a local function.
@@ -164,7 +167,23 @@ def target_name(target: Callable[..., Any]) -> str:
             f"LazyCall was given {getattr(target, '__qualname__', target)}, which cannot be found under the "
             f"name {name}; define it at the top level of a module or of the config, so that every process can import it"
         )
-    return name
+    return _public_name(name)
+
+
+def _public_name(name: str) -> str:
+    """The shortest name: of the outermost package that has what the module defines, such as ``torch.optim.AdamW``.
+
+    A config is then still read after the package has moved the definition elsewhere.
+    """
+    home, _, attributes = name.rpartition(".")
+    while home and home not in sys.modules:  # a class, of which this is a method
+        home, _, outer = home.rpartition(".")
+        attributes = f"{outer}.{attributes}"
+    first = attributes.partition(".")[0]
+    defined = getattr(sys.modules.get(home), first, None)
+    packages = [home[:at] for at, letter in enumerate(home) if letter == "."]
+    public = (package for package in packages if vars(sys.modules[package]).get(first) is defined)
+    return f"{next(public, home)}.{attributes}" if home and defined is not None else name
 
 
 def find_target(name: Any, where: str) -> Callable[..., Any]:
@@ -293,3 +312,33 @@ def _build(value: Any, key: str, further: dict[str, Any]) -> Any:
     except Exception as error:
         error.add_note(f"in the call of {value['_target_']}" + (f" at {key} of the config" if key else ""))
         raise
+
+
+class ConfigError(ValueError):
+    """A config, or an override of one, that cannot be honoured; the message is one sentence."""
+
+
+class MissingValueError(ConfigError):
+    """A required value (``"???"``) that was not given.
+
+    Attributes:
+        target: what is called with the value; None if it is not an argument of a recorded call.
+    """
+
+    def __init__(self, source: str, key: str, target: str | None) -> None:
+        needed = "" if target is None else f", which {target} needs"
+        what = "DIR, a directory as Hugging Face writes it" if key == "model.pretrained" else "VALUE"
+        super().__init__(f"{source}: {key} has no value{needed}; give it one: {key}={what}")
+        self.target = target
+
+
+def suggest(word: str, known: Iterable[str], what: str) -> str:
+    """The end of a sentence about an unknown `word`: the nearest of the `known` ones, and all of them.
+
+    Args:
+        what: what the known words are, for instance ``"its arguments"``.
+    """
+    words = sorted(known)
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    all_words = f"{what}: {', '.join(words) or 'none'}"
+    return f"did you mean {near[0]!r}? ({all_words})" if near else all_words

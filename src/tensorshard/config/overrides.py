@@ -13,8 +13,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 from yaml import YAMLError
 
-from tensorshard.config.config_error import ConfigError, suggest
-from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, check_calls, find_target, parameters, target_name
+from tensorshard.config.lazy import (
+    CALL_KEYS,
+    WEIGHTS_KEY,
+    ConfigError,
+    check_calls,
+    find_target,
+    parameters,
+    suggest,
+    target_name,
+)
 
 _WORDS = {
     bool: "true or false",

@@ -12,14 +12,14 @@ from weakref import WeakSet
 
 import torch
 
-from tensorshard.context_parallel.active_groups import (
+from tensorshard.context_parallel.context_group import (
     Activation,
     activated,
     active,
     prepare_before_active,
     replace_while_active,
 )
-from tensorshard.context_parallel.fallback import compute_whole
+from tensorshard.context_parallel.dispatch import compute_whole
 from tensorshard.context_parallel.layouts import shares
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.layers.activation_sharding import SequenceSharded

@@ -1,10 +1,18 @@
-"""The ranks that share one sequence, seen from one of them."""
+"""The ranks that share one sequence, seen from one of them.
+
+Which context-parallel group a thread works for, and what of torch is replaced meanwhile.
+
+A replacement is in place while any thread works for a group; it asks :func:`active` which one its own thread works for,
+and does what torch does where that is none.
+"""
 
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -13,7 +21,6 @@ import torch.distributed as dist
 
 from tensorshard.comm.primitives import start_exchange
 from tensorshard.comm.world import ranks_here
-from tensorshard.context_parallel.active_groups import Activation, activated
 from tensorshard.torch_private.process_groups import LocalGroup
 
 _OURS = os.path.dirname(__file__)
@@ -24,6 +31,9 @@ Finish = Callable[[], list[torch.Tensor]]
 """Waits for an exchange, and returns what each rank has sent."""
 Exchange = Callable[[list[torch.Tensor], list[tuple[int, ...]]], Finish]
 """Starts an all-to-all: piece i goes to rank i, and pieces of the given shapes come."""
+_local = threading.local()
+_lock = threading.Lock()
+_users = 0
 
 
 class ContextGroup:
@@ -144,3 +154,82 @@ def _line_of_caller() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+@dataclass
+class Activation:
+    """A group for which code runs.
+
+    Attributes:
+        group: a ContextGroup.
+        layouts: of the sequences that were cut for this code, by their lengths.
+        seen_keys: what attention has found in masks.
+    """
+
+    group: Any
+    layouts: dict[int, Any] = field(default_factory=dict)
+    seen_keys: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Replacement:
+    """An attribute that is replaced while a thread works for a group: ``make(original)`` stands in its place."""
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    original: Any = None
+
+
+_replacements: list[Replacement] = []
+_preparations: list[Callable[[], None]] = []
+
+
+def replace_while_active(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Registers a replacement, when this package is imported."""
+    _replacements.append(Replacement(owner, name, make))
+
+
+def prepare_before_active(prepare: Callable[[], None]) -> None:
+    """Registers what is called whenever the first thread begins to work for a group."""
+    _preparations.append(prepare)
+
+
+def active() -> Activation | None:
+    """What this thread works for."""
+    return getattr(_local, "activation", None)
+
+
+@contextmanager
+def activated(activation: Activation | None) -> Iterator[None]:
+    """Works for a group inside, or for none. It may be entered again, in other threads too."""
+    before = active()
+    _enter()
+    _local.activation = activation
+    try:
+        yield
+    finally:
+        _local.activation = before
+        _leave()
+
+
+def _enter() -> None:
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for prepare in _preparations:
+                prepare()
+            for each in _replacements:
+                is_class = isinstance(each.owner, type)  # whose attribute may be a descriptor, to be set again
+                each.original = vars(each.owner)[each.name] if is_class else getattr(each.owner, each.name)
+                setattr(each.owner, each.name, each.make(each.original))
+
+
+def _leave() -> None:
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            for each in reversed(_replacements):
+                setattr(each.owner, each.name, each.original)

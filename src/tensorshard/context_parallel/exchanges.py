@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from tensorshard.context_parallel.context_group import ContextGroup
-from tensorshard.context_parallel.layouts import contiguous
-from tensorshard.context_parallel.sequence_layout import PositionLists, SequenceLayout, as_index, runs_of
+from tensorshard.context_parallel.layouts import PositionLists, SequenceLayout, as_index, contiguous, runs_of
 
 Index = slice | torch.Tensor | None
 _Turning = tuple[int, SequenceLayout, int, SequenceLayout]

@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 
-from tensorshard.context_parallel.active_groups import Activation, active
-from tensorshard.context_parallel.context_group import ContextGroup
+from tensorshard.context_parallel.context_group import Activation, ContextGroup, active
 from tensorshard.context_parallel.exchanges import fetch, take, turn
-from tensorshard.context_parallel.layouts import contiguous, elsewhere
-from tensorshard.context_parallel.sequence_layout import SequenceLayout
+from tensorshard.context_parallel.layouts import SequenceLayout, contiguous, elsewhere
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
 from tensorshard.torch_private.tensors import tensor_version

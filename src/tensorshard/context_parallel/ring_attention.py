@@ -15,7 +15,7 @@ import torch
 
 from tensorshard.context_parallel.context_group import ContextGroup
 from tensorshard.context_parallel.exchanges import Index, add_at, length_of, refuse_double_backward, take
-from tensorshard.context_parallel.sequence_layout import Array, SequenceLayout, as_index
+from tensorshard.context_parallel.layouts import Array, SequenceLayout, as_index
 from tensorshard.torch_private.attention import attend_to_part, partial_attention_gradients
 
 _Span = tuple[int, int]

@@ -16,14 +16,12 @@ from torch.utils.data import default_collate
 
 from tensorshard.context_parallel import ContextGroup, cut, from_local, whole
 from tensorshard.context_parallel.layout_changes import gathered, part_of
-from tensorshard.context_parallel.layouts import contiguous, expanded, zigzag
-from tensorshard.context_parallel.sequence_layout import SequenceLayout
+from tensorshard.context_parallel.layouts import SequenceLayout, contiguous, expanded, zigzag
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.model.batches import call_arguments
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
-from tensorshard.model.sequence_dims import first_sequence, sequence_dim
 from tensorshard.model.tensors import TensorSpec
-from tensorshard.model.whole_sequences import Crossing, PositionOrder, WholeSequences
+from tensorshard.model.whole_sequences import Crossing, PositionOrder, WholeSequences, first_sequence, sequence_dim
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Batches of which each rank is given its own positions alone: samples are cut before they are put together.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from tensorshard.data.streams import StreamReader
+from tensorshard.data.mixing import StreamReader
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,21 +1,27 @@
-"""Datasets of text that is turned into tokens when they are made: windows to continue, and samples with a label."""
+"""Text as windows of tokens: of files, or of Python's standard library; as bytes, or by a tokenizer."""
 
 import csv
 import glob
+import os
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, takewhile
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tensorshard.data.stdlib_text import Split, check_split, read_sources
-from tensorshard.data.text_codec import find_codec
 from tensorshard.data.token_dataset import TokenDataset
 
+_SKIPPED_DIRECTORIES = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+# One file in this many is for validation.
+_VALIDATION_FILE_EVERY = 20
+
+Split = Literal["train", "validation"]
 # So much of the standard library is turned into tokens, which takes some seconds.
 _STDLIB_BYTES = 1 << 20
 # One part or row in this many is for validation.
@@ -23,6 +29,66 @@ _VALIDATION_EVERY = 10
 _PART = 4096
 _PIECE = 400
 _PACKAGES = ("asyncio", "email", "unittest", "multiprocessing", "importlib", "http", "xml", "ctypes", "json", "logging")
+BYTES = "bytes"
+
+
+class StdlibText(TokenDataset):
+    """The standard library's ``*.py`` files as bytes (a vocabulary of 256), about 12 MB; next-byte windows.
+
+    Files come in the order of their names, each ended by a zero byte, tests and installed packages left
+    out. The split is by file: about 5%, picked by a checksum of the file's name, are for validation, so no
+    text is in both.
+
+    Args:
+        split: ``"train"`` or ``"validation"``.
+        context_length: bytes in a window.
+        root: directory to read instead of this Python's standard library.
+
+    Raises:
+        ValueError: another split.
+        FileNotFoundError: no sources under the root, as where Python ships them compiled or zipped.
+    """
+
+    vocab_size = 256
+
+    def __init__(self, split: Split, context_length: int, *, root: str | os.PathLike[str] | None = None) -> None:
+        check_split(split)
+        directory = Path(root if root is not None else sysconfig.get_path("stdlib"))
+        text = b"".join(text + b"\0" for text in read_sources(directory, split))
+        if not text:
+            raise FileNotFoundError(
+                f"There is no text of the {split} split among the *.py files under {directory}; "
+                "give a root that holds Python sources, or write your own text with write_token_file."
+            )
+        super().__init__(np.frombuffer(text, dtype=np.uint8), context_length)
+
+
+def check_split(split: str) -> None:
+    """Refuses what is no split.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f'split is {split!r}; expected "train" or "validation".')
+
+
+def read_sources(root: Path, split: Split) -> Iterator[bytes]:
+    """The ``*.py`` files of a split under `root`, in the order of their names."""
+    for directory, subdirectories, files in os.walk(root):
+        # os.walk descends in the order that this list has afterwards.
+        subdirectories[:] = sorted(set(subdirectories) - _SKIPPED_DIRECTORIES)
+        for name in sorted(files):
+            path = Path(directory, name)
+            if path.suffix == ".py" and _split_of(path.relative_to(root).as_posix()) == split:
+                try:
+                    yield path.read_bytes()
+                except OSError:
+                    continue
+
+
+def _split_of(relative_path: str) -> Split:
+    return "validation" if zlib.crc32(relative_path.encode()) % _VALIDATION_FILE_EVERY == 0 else "train"
 
 
 class Text(TokenDataset):
@@ -164,3 +230,70 @@ def _pieces(num_labels: int) -> list[tuple[str, str]]:
         for text in [file.read_text(encoding="utf-8", errors="replace")]
         for start in range(0, len(text), _PIECE)
     ]
+
+
+class TextCodec(Protocol):
+    """Turns text into token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary: token ids are below it."""
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of `text`."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of `tokens`."""
+
+
+class ByteCodec:
+    """Each token is a byte of UTF-8."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if 0 < token < 256).decode(errors="replace")
+
+
+class TokenizerCodec:
+    """Tokens of a ``tokenizer.json``."""
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer: Any = Tokenizer.from_file(str(file))
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+
+def find_codec(name: str) -> TextCodec:
+    """The codec that `name` stands for.
+
+    Args:
+        name: "bytes", a ``tokenizer.json``, or a directory that has one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ImportError: the package ``tokenizers`` is missing.
+        ValueError: the file is no tokenizer.
+    """
+    if name == BYTES:
+        return ByteCodec()
+    file = Path(name)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no tokenizer {file}; give a tokenizer.json, its directory, or '{BYTES}'")
+    try:
+        return TokenizerCodec(file)
+    except ImportError as error:
+        raise ImportError("reading a tokenizer.json needs the package tokenizers: pip install tokenizers") from error
+    except Exception as error:  # the package raises this for a file that is no tokenizer
+        raise ValueError(f"{file} is not a tokenizer.json: {error}") from error

@@ -10,8 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tensorshard.common.fetched import fetched
-from tensorshard.common.stores import local_or_url, open_store
+from tensorshard.common.stores import fetched, local_or_url, open_store
 
 _CRC_CHUNK_BYTES = 1 << 24
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.sharding import on_mesh_device
 from tensorshard.data_parallel.sharded_gradients import ShardedGradients
 from tensorshard.data_parallel.sharded_parameter import read_as_full
-from tensorshard.data_parallel.written_values import WrittenShards
+from tensorshard.data_parallel.unit_values import WrittenShards
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.tensors import tensor_version

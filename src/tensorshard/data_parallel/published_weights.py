@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from tensorshard.comm.coalescing import all_gather_several
+from tensorshard.comm.collectives import all_gather_several
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Gather
-from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.data_parallel.replicated_parameter import (
+    Groups,
     ReplicatedParameter,
     note_published,
     with_written_masters,
     written,
 )
-from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
+from tensorshard.data_parallel.unit_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
 from tensorshard.plan.storage import UpdateProgress
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors

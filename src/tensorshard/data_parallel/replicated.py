@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 from tensorshard.data_parallel.buckets import Buckets
-from tensorshard.data_parallel.gradient_groups import expert_layout, shard_layout
 from tensorshard.data_parallel.published_weights import PublishedWeights
 from tensorshard.data_parallel.replicated_gradients import ReplicatedGradients
-from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter, expert_layout, shard_layout
 from tensorshard.data_parallel.sharded_model import ParameterSplit, ShardedModel
-from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.forward_contexts import RootRole, hook_root
-from tensorshard.model.parameters import ParameterPlaces
+from tensorshard.model.parameters import ParameterPlaces, keeps_statistics
 from tensorshard.model.trains_itself import call_before_methods
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import Place, Storage, TakeGradient, UpdateProgress

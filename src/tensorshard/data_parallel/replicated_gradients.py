@@ -11,11 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from tensorshard.comm.collectives import all_gather_into, finish_unasked
 from tensorshard.comm.world import world
-from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Buckets
-from tensorshard.data_parallel.gradient_groups import Groups
+from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Buckets, Reduction
 from tensorshard.data_parallel.published_weights import PublishedWeights
-from tensorshard.data_parallel.reduction import Reduction
-from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.data_parallel.replicated_parameter import Groups, ReplicatedParameter
 from tensorshard.model.watched_parameters import (
     Watch,
     held_gradient,

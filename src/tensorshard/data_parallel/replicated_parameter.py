@@ -1,23 +1,75 @@
-"""A parameter that every rank holds in full, and of which each rank may update a shard."""
+"""A parameter that every rank holds in full, and of which each rank may update a shard.
+
+The ranks over which a parameter's gradients are summed, and those over which its state is sharded.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.data_parallel.gradient_groups import Groups
 from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
+from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import Place, Storage, TakeGradient
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import dtensor_laid_out_as, dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.tensors import storage_owners, tensor_version, tensor_versions
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups over which gradients are averaged."""
+
+    mesh: DeviceMesh | None  # over which shards are kept
+    shard: dist.ProcessGroup | None  # each rank keeps a shard of the sum
+    sum: dist.ProcessGroup | None  # each rank keeps all of it
+    all: dist.ProcessGroup | None  # all ranks that hold the parameter; None for one alone
+    ranks: int  # that have different samples
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.shard is None else self.shard.size()
+
+    @property
+    def communicate(self) -> bool:
+        return self.ranks > 1
+
+
+def shard_layout(mesh: Mesh, level: int) -> Groups:
+    """The groups of the parameters that all data ranks hold."""
+    ranks = mesh.gradient_ranks
+    if level == 0 or mesh.shard_size == 1:
+        everyone = mesh.gradient_group if ranks > 1 else None
+        return Groups(None, None, everyone, everyone, ranks)
+    return _sharded(mesh, ranks)
+
+
+def expert_layout(mesh: Mesh, level: int) -> Groups:
+    """The groups of the parameters of experts, which some of the data ranks hold.
+
+    Each rank's gradient has the terms of the samples of all ranks that share the experts, so what is left to sum is
+    over the others. At level 1 and 2 there is a shard even where one rank holds them alone, because the other
+    parameters have one.
+    """
+    if level == 0:
+        everyone = mesh.experts.gradient_group
+        return Groups(None, None, everyone, everyone, mesh.gradient_ranks)
+    return _sharded(mesh.experts, mesh.gradient_ranks)
+
+
+def _sharded(mesh: Mesh, ranks: int) -> Groups:
+    replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
+    return Groups(mesh.shard_mesh, mesh.shard_group, replicate, mesh.gradient_group, ranks)
 
 
 class ReplicatedParameter:

@@ -21,7 +21,7 @@ from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.sharding import dtensor_like
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.unit_calls import UnitCalls
-from tensorshard.data_parallel.written_values import WrittenShards
+from tensorshard.data_parallel.unit_values import WrittenShards
 from tensorshard.plan.storage import TakeGradient
 from tensorshard.torch_private.autograd import call_after_backward
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.comm.monitor import CollectiveMismatchError
+from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.unit_values import UnitValues
 from tensorshard.torch_private.autograd import is_in_backward, is_in_reentrant_checkpoint, keeps_graph

@@ -2,6 +2,7 @@
 
 from tensorshard.comm.differentiable import all_to_all, copy, gather, gather_for_sum, reduce, reduce_scatter, scatter
 from tensorshard.comm.groups import (
+    CollectiveMismatchError,
     destroy_process_group,
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -13,7 +14,6 @@ from tensorshard.comm.groups import (
     get_world_size,
     is_initialized,
 )
-from tensorshard.comm.monitor import CollectiveMismatchError
 from tensorshard.distributed.session import init_process_group
 
 __all__ = [

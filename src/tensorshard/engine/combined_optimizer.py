@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 
 Choice = str | Callable[[str, nn.Parameter], bool]
 

@@ -12,8 +12,7 @@ from tensorshard.checkpoint.registered import RegisteredStates
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.average import WeightAverages
-from tensorshard.engine.frozen import target_log_probs
-from tensorshard.engine.generation import Generator
+from tensorshard.engine.generation import Generator, target_log_probs
 from tensorshard.engine.gradients import (
     FinalGradients,
     GradientNorm,
@@ -23,25 +22,22 @@ from tensorshard.engine.gradients import (
     NotTakenError,
 )
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
-from tensorshard.engine.guards.collective_errors import explained
-from tensorshard.engine.guards.coupled_samples import CoupledSamples
+from tensorshard.engine.guards.coupled_samples import CoupledSamples, check_independent_samples
 from tensorshard.engine.guards.foreign_optimizers import mark_trained
-from tensorshard.engine.guards.independent_samples import check_independent_samples
 from tensorshard.engine.guards.module_changes import ModuleChanges
-from tensorshard.engine.guards.own_collectives import OwnCollectives
+from tensorshard.engine.guards.own_collectives import OwnCollectives, explained
 from tensorshard.engine.guards.replay import compare_repeated
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
 from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.last_batch import BatchShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
-from tensorshard.engine.loss import Objective
+from tensorshard.engine.loss import MeansWithoutGraphs, Objective, model_loss
 from tensorshard.engine.loss_terms import takes_model
 from tensorshard.engine.loss_with_model import LossWithModelRunner, NeedsGradientError
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.manual_loop import ManualLoop
-from tensorshard.engine.measures import Metrics, check_loader, gathered_batches, is_loader, pair
-from tensorshard.engine.model_loss import MeansWithoutGraphs, model_loss
+from tensorshard.engine.measures import Metrics, check_loader, gathered_batches, is_loader, pair, samples_of
 from tensorshard.engine.optimizer import (
     OptimizerFactory,
     StepCounter,
@@ -51,7 +47,6 @@ from tensorshard.engine.optimizer import (
 )
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
-from tensorshard.engine.samples import samples_of
 from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import (
     Read,
@@ -63,9 +58,9 @@ from tensorshard.engine.step import (
     mean_over_batches,
 )
 from tensorshard.host.process_settings import HostHeap
-from tensorshard.model.buffers import BufferValues, Registration
 from tensorshard.model.call_stack import users_line
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
+from tensorshard.model.parameters import BufferValues, Registration
 from tensorshard.model.trains_itself import OwnRule
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.passes.compile import CompileLog

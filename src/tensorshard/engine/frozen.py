@@ -1,20 +1,15 @@
 """A model that is not trained, beside those that are: a teacher, a reference, a reward model."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import logits_in
 from tensorshard.loss.logits.distillation import distillation_loss
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from tensorshard.engine.engine import Engine
-
-_IGNORED = -100
 
 
 class FrozenModel:
@@ -31,7 +26,7 @@ class FrozenModel:
         torch.Size([8, 4])
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.plan: Plan = engine.plan
         self.mesh: Mesh = engine.mesh
@@ -126,21 +121,3 @@ class FrozenModel:
             name=name,
             obj=self,
         )
-
-
-def target_log_probs(output: Any, targets: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each of `targets` [...] under the logits [..., classes] of a model's `output`; 0 for
-    targets of -100.
-
-    Raises:
-        ValueError: there are no such logits.
-    """
-    logits = logits_in(output)
-    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
-        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise ValueError(
-            f"log_probs was given targets of shape {tuple(targets.shape)}, and the model returned {shape}; it needs "
-            f"logits of the targets' shape and the classes: the output itself, its first item, or its .logits"
-        )
-    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=_IGNORED)
-    return -losses.view(targets.shape)

@@ -1,4 +1,4 @@
-"""Tokens from a causal language model, one after the other, the same on every layout."""
+"""Tokens from a causal language model, one after the other, the same on every layout; probabilities of given ones."""
 
 import inspect
 import math
@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from tensorshard.plan.mesh import Mesh
+
+_IGNORED = -100
 
 Predict = Callable[..., Any]
 _LIMITS = ("context_length", "block_size", "n_positions", "max_position_embeddings")
@@ -186,3 +189,21 @@ def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, draws: 
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=draws)[:, 0]
+
+
+def target_log_probs(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each of `targets` [...] under the logits [..., classes] of a model's `output`; 0 for
+    targets of -100.
+
+    Raises:
+        ValueError: there are no such logits.
+    """
+    logits = logits_in(output)
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise ValueError(
+            f"log_probs was given targets of shape {tuple(targets.shape)}, and the model returned {shape}; it needs "
+            f"logits of the targets' shape and the classes: the output itself, its first item, or its .logits"
+        )
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=_IGNORED)
+    return -losses.view(targets.shape)

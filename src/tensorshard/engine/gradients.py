@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.sharding import local_gradients, scale_gradients
 from tensorshard.comm.world import world
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan

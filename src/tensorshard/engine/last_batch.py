@@ -16,7 +16,7 @@ from torch import nn
 
 from tensorshard.engine.loader import EngineLoader, EngineLoaders
 from tensorshard.model.batches import batch_size, split_batch, split_into, split_unevenly, to_device
-from tensorshard.model.buffers import STATISTICS
+from tensorshard.model.parameters import STATISTICS
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.modules import BatchNormBase, own_buffers

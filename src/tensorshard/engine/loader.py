@@ -12,14 +12,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.data import ShardedBatchSampler
-from tensorshard.data.balance import Balance
-from tensorshard.data.sampler import TorchOrder, shares
-from tensorshard.data.streams import StreamReader, is_stateful
+from tensorshard.data.mixing import StreamReader, is_stateful
+from tensorshard.data.sampler import Balance, TorchOrder, shares
 from tensorshard.model.batches import to_device
 from tensorshard.model.whole_sequences import WholeSequences
-from tensorshard.torch_private.data_workers import become_only_reader
+from tensorshard.torch_private.process import become_only_reader
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # The batches of a stream for one data rank, each with the place in the stream that comes after it.

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import Dataset
 
 from tensorshard.comm.call_watch import CallWatch
-from tensorshard.common.kinds import kind_of
-from tensorshard.data.balance import Balance
+from tensorshard.common.words import kind_of
+from tensorshard.data.sampler import Balance
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
-from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.last_batch import BatchShares, check_last_batch
 from tensorshard.engine.loader import EngineLoader, EngineLoaders, is_stream
 from tensorshard.engine.manual_loop import ManualLoop

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.world import world
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.engine.loss import sum_and_count
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.pytree import tree_tensors

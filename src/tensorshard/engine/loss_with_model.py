@@ -16,7 +16,7 @@ from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.loss_terms import LossOfTerms, MetricTotals, number_of_samples, read_loss
 from tensorshard.engine.manual_forwards import ManualForwards
-from tensorshard.engine.samples import standing_in
+from tensorshard.engine.measures import standing_in
 from tensorshard.engine.step import StepAgain, StepLoss, WholeModelStepRunner
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan

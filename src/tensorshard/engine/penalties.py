@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.run.stage_skeleton import AbsentTensor

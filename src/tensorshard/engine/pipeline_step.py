@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.world import world
-from tensorshard.common.kinds import with_article
+from tensorshard.common.words import with_article
 from tensorshard.engine.last_batch import MicroBatch
 from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
 from tensorshard.engine.step import Read, StepAgain, StepLoss, StepRunner

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import local_or_url
+from tensorshard.common.words import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.average import Decay, WeightAverage, WeightAverages
 from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.engine.gradients import LossScaler
-from tensorshard.engine.guards.collective_errors import explained
+from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.optimizer import StepCounter
 from tensorshard.engine.owners import Owners

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.engine.guards.same_batch import SameBatch
+from tensorshard.engine.guards.uneven_means import SameBatch
 from tensorshard.engine.guards.wrong_batch import explained_forward
 from tensorshard.engine.last_batch import MicroBatch, ShortBatches
 from tensorshard.engine.loader import EngineLoaders
-from tensorshard.engine.loss import LossTally, Objective, check_has_gradient
-from tensorshard.engine.model_loss import MeansWithoutGraphs, model_loss
+from tensorshard.engine.loss import LossTally, MeansWithoutGraphs, Objective, check_has_gradient, model_loss
 from tensorshard.engine.random_streams import kept_random_state
 from tensorshard.engine.whole_batch import WholeBatch
 from tensorshard.model.batches import call_model, to_device
-from tensorshard.model.buffers import BufferValues
+from tensorshard.model.parameters import BufferValues
 from tensorshard.passes.batch_norm import ignored_in_statistics
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh

@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from tensorshard.comm.collectives import broadcast_
 from tensorshard.comm.world import world
-from tensorshard.common.dotted_names import is_inside, join_names
+from tensorshard.common.words import is_inside, join_names
 from tensorshard.expert_parallel.checks import (
     MODEL_ERRORS,
     check_equal_parts,

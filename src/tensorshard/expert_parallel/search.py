@@ -22,9 +22,8 @@ from tensorshard.expert_parallel.checks import (
 )
 from tensorshard.expert_parallel.listed_experts import ListedExperts, find_lists
 from tensorshard.expert_parallel.routed_experts import RoutedCall
-from tensorshard.expert_parallel.sorted_experts import SortedCall
-from tensorshard.expert_parallel.stacked_experts import StackedExperts
-from tensorshard.model.special_layers import find_experts
+from tensorshard.expert_parallel.stacked_experts import SortedCall, StackedExperts
+from tensorshard.model.blocks import find_experts
 from tensorshard.torch_private.modules import own_parameters
 
 SplitExperts = StackedExperts | ListedExperts

@@ -10,8 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range
 from tensorshard.layers.arguments import check_indices
-from tensorshard.loss.formulas import CrossEntropySpec
-from tensorshard.loss.margins import Margin
+from tensorshard.loss.formulas import CrossEntropySpec, Margin
 from tensorshard.loss.tiles import autocast_dtype
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

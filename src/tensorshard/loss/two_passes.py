@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from tensorshard.loss.formulas import CrossEntropySpec, Slopes, Statistics, combine, set_target_slopes, smooth
+from tensorshard.loss.formulas import CrossEntropySpec, Margin, Slopes, Statistics, combine, set_target_slopes, smooth
 from tensorshard.loss.kernels import choose_kernels
-from tensorshard.loss.margins import Margin
 from tensorshard.loss.tiles import Columns, Precision, Tile, Tiles, autocast_dtype
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.torch_private.pytree import tree_flatten, tree_map, tree_unflatten
 
 

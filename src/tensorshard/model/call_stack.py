@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.common.dotted_names import is_inside
+from tensorshard.common.words import is_inside
 from tensorshard.torch_private.modules import MODULE_CALLS, MODULE_LOADS
 
 _MARK = "_tensorshard_computes_on_parts"  # the key in a module's __dict__, which its deep copies have, too

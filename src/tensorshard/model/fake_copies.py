@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tensorshard.model.buffers import STATISTICS
+from tensorshard.model.blocks import use_placeholder_outputs
 from tensorshard.model.copies import copy_module
 from tensorshard.model.global_state import restored_globals
+from tensorshard.model.parameters import STATISTICS
 from tensorshard.model.quantized import hold_as_bytes, is_quantized
-from tensorshard.model.special_layers import use_placeholder_outputs
 from tensorshard.model.tensors import map_tensors_once
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
@@ -93,7 +93,7 @@ def follow_run(
 
     Fake tensors have no values. So the run holds for all values: code that takes a shortcut for some values (no mask
     where nothing is masked) takes the long way. Experts return placeholders
-    (:func:`tensorshard.model.special_layers.use_placeholder_outputs`). Real tensors are random, the same on every
+    (:func:`tensorshard.model.blocks.use_placeholder_outputs`). Real tensors are random, the same on every
     rank, and show what the model does with these values.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import with_article
+from tensorshard.common.words import with_article
 from tensorshard.model.provenance import run_operation
 from tensorshard.model.reachable_state import is_foreign, users_class
 from tensorshard.torch_private.modules import MODULE_CALLS

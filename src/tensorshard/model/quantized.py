@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorshard.common.dotted_names import join_names
+from tensorshard.common.words import join_names
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 
 _SPECS = "_quantized_parameters"  # in a module's __dict__: for each name of such a parameter, what it is made of

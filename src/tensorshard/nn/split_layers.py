@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorshard.comm.groups import Group, resolve_mesh
 from tensorshard.comm.marks import register_parallel_dim
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.distributed.ddp import register_ddp_parameters_to_ignore
 from tensorshard.layers.arguments import check_dim, check_sizes
 from tensorshard.layers.parallel_module import ParallelModule

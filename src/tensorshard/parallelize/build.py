@@ -20,12 +20,12 @@ from tensorshard.comm.world import (
     world,
     world_size,
 )
-from tensorshard.data_parallel.shard_units import shard_units
+from tensorshard.data_parallel.fully_sharded import shard_units
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.engine.engine import Engine, LossFunction
-from tensorshard.engine.guards.collective_errors import explained
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
+from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
 from tensorshard.host.process_settings import HostHeap, schedule_as_batch
@@ -35,16 +35,14 @@ from tensorshard.model.quantized import hold_as_bytes
 from tensorshard.model.trains_itself import OwnRule, own_rules, take_own_rules
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.model.whole_sequences import PositionOrder
-from tensorshard.parallelize.checks import as_device, check_arguments, check_model, check_stages
-from tensorshard.parallelize.decisions import Decisions
-from tensorshard.parallelize.parallel_layers import split_by_hand
+from tensorshard.parallelize.checks import as_device, check_arguments, check_model, check_stages, split_by_hand
 from tensorshard.parallelize.parallelized_models import (
     check_not_parallelized,
     mark_parallelized,
     refuse_old_parameters,
     refuse_other_uses,
 )
-from tensorshard.parallelize.part import Part, PassContext
+from tensorshard.parallelize.part import Decisions, Part, PassContext
 from tensorshard.parallelize.passes import apply_passes
 from tensorshard.parallelize.restore_on_error import RestoreOnError, is_just_built
 from tensorshard.passes.precision import check_supported

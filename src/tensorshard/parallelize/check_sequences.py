@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.common.quantities import first_line
+from tensorshard.common.words import first_line
 from tensorshard.context_parallel.split_sequences import SplitSequences
 from tensorshard.model.global_state import restored_globals
 from tensorshard.model.model_errors import raised_by_model

@@ -109,7 +109,7 @@ def parallelize(
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)
         join_world(device, timeout=as_timedelta(timeout))
-        from tensorshard.predict.search.choose_plan import choose_plan  # this imports all of the estimates
+        from tensorshard.predict.search.find_plans import choose_plan  # this imports all of the estimates
 
         plan = choose_plan(model, optimizer, loss_fn, sample_inputs, sample_targets, fixed)
     elif fixed is not None or sample_targets is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import with_article
+from tensorshard.common.words import with_article
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.watched_parameters import METADATA, Watch, watch
 from tensorshard.plan.plan import Plan

@@ -1,8 +1,11 @@
-"""What passes are applied to, and what they all depend on."""
+"""What passes are applied to, and what they all depend on.
+
+The decisions of one rank about a model and a plan, for another rank of the same plan in the same process.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +19,14 @@ from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 
-if TYPE_CHECKING:  # plans without tensor parallelism do without the import
+if TYPE_CHECKING:
     from tensorshard.expert_parallel.search import SplitExperts
+    from tensorshard.model.trains_itself import OwnRule
+    from tensorshard.pipeline.run.cut_cache import CutCache
+    from tensorshard.pipeline.trace.call_graph import CallGraph
+    from tensorshard.pipeline.trace.tracer import Tracer
     from tensorshard.tensor_parallel.table.table import VerifiedTable
+    from tensorshard.weights.initial.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class PassContext:
         by_hand: how the parallel layers that the user built are split, by the names of their tensors. Then there is no
             table.
         storage: where values are kept.
-        parameters: as in :class:`tensorshard.parallelize.decisions.Decisions`.
+        parameters: as in :class:`tensorshard.parallelize.part.Decisions`.
         order: in which order ranks hold the positions of sequences.
         gathered_operations: those on whole sequences that were found before training.
     """
@@ -89,3 +97,44 @@ class Part:
     def local_value(self, name: str) -> torch.Tensor:
         """This tensor-parallel rank's shard of a parameter or buffer."""
         return self.split.local(name, self.value_of(name))
+
+
+class Traced(NamedTuple):
+    """Runs of a model, from which a pipeline is cut.
+
+    Args:
+        tracer: runs the model. graph: the calls of its run on the sample inputs.
+        graphs: the calls of further runs, by their inputs and modes.
+        table: the table of tensor parallelism by which the model is split.
+    """
+
+    tracer: "Tracer"
+    graph: "CallGraph"
+    graphs: "dict[Any, CallGraph]"
+    table: "VerifiedTable | None"
+
+
+@dataclass
+class Decisions:
+    """Decisions that the first rank makes and later ranks use again.
+
+    The ranks of a world decide together. But an estimate tries one rank after the other in one process, and would make
+    the same decisions again for each.
+
+    Attributes:
+        table: the table of tensor parallelism; None if there is none yet.
+        experts: the modules whose experts are split, by the number of ranks that share them.
+        recorded: the constructor's run, with a module that is not laid out, and the rules of modules that train
+            themselves; None if there is none yet, or if it cannot be used twice.
+        shapes: the model's run and its cut into stages, as a rank with this place along ``tp`` sees it; None if there
+            is none yet, or if it cannot be used twice.
+        traced: the model's runs, which plans with other cuts may share; None if no other plans are tried.
+        parameters: how many elements of parameters the model counts as having, where it stands for a larger one.
+    """
+
+    table: "VerifiedTable | None" = None
+    experts: "dict[int, dict[str, SplitExperts]]" = field(default_factory=dict)
+    recorded: "tuple[Recording, list[OwnRule]] | None" = None
+    shapes: "CutCache | None" = None
+    traced: dict[Any, Traced] | None = None
+    parameters: int | None = None

@@ -8,15 +8,14 @@ from torch import nn
 
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.loss.logits.output_layers import OutputLayer, OutputLogits
+from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import TENSOR_PARALLEL_ROLES, Role, roles_of, runs_forward_of
 from tensorshard.model.parameters import assign_buffers
-from tensorshard.model.special_layers import is_transposed
-from tensorshard.parallelize.parallel_layers import tensor_split_of
+from tensorshard.parallelize.checks import tensor_split_of
 from tensorshard.parallelize.part import Part, PassContext
 from tensorshard.passes.batch_norm import synchronize_batch_norm
 from tensorshard.passes.compile import compile_blocks
-from tensorshard.passes.mixed_types import give_one_type
-from tensorshard.passes.precision import DTYPES, keep_norms_fp32
+from tensorshard.passes.precision import DTYPES, give_one_type, keep_norms_fp32
 from tensorshard.passes.recompute import apply_recompute
 from tensorshard.passes.tiles import apply_tiles
 from tensorshard.plan.mesh import Mesh

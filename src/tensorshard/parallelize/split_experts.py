@@ -11,11 +11,10 @@ from torch import nn
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.context_parallel import whole
-from tensorshard.context_parallel.active_groups import activated
+from tensorshard.context_parallel.context_group import activated
 from tensorshard.context_parallel.layout_changes import gathered, part_of
 from tensorshard.context_parallel.layouts import expanded
-from tensorshard.context_parallel.sequence_tensor import SequenceTensor
-from tensorshard.context_parallel.views import before_use
+from tensorshard.context_parallel.sequence_tensor import SequenceTensor, before_use
 from tensorshard.expert_parallel.search import SplitExperts, find_routed_experts
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.plan.mesh import Mesh

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.common.dotted_names import is_inside, join_names
+from tensorshard.common.words import is_inside, join_names
 from tensorshard.expert_parallel.listed_experts import ListedExperts
 from tensorshard.expert_parallel.search import SplitExperts
 from tensorshard.model.global_state import restored_globals

@@ -8,19 +8,17 @@ import torch
 from torch import nn
 
 from tensorshard.comm.decisions import broadcast_first, decide_once
-from tensorshard.common.dotted_names import is_inside
-from tensorshard.data_parallel.shard_units import stage_shard_units
+from tensorshard.common.words import is_inside
+from tensorshard.data_parallel.fully_sharded import stage_shard_units
 from tensorshard.model.blocks import find_blocks, select_modules
 from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.parameters import ParameterPlaces, like
 from tensorshard.model.sample_inputs import example_inputs
-from tensorshard.parallelize.decisions import Decisions, Traced
-from tensorshard.parallelize.part import Part, PassContext
+from tensorshard.parallelize.part import Decisions, Part, PassContext, Traced
 from tensorshard.parallelize.passes import apply_passes
 from tensorshard.parallelize.split_tensors import fake_tensor_split
-from tensorshard.passes.mixed_types import give_one_type
-from tensorshard.passes.precision import autocast, compute_dtype, keep_norms_fp32, master_dtype
+from tensorshard.passes.precision import autocast, compute_dtype, give_one_type, keep_norms_fp32, master_dtype
 from tensorshard.pipeline.cut import Cut, cut_model
 from tensorshard.pipeline.run.cut_cache import CutCache, input_signature
 from tensorshard.pipeline.run.pipelined_model import PipelinedModel

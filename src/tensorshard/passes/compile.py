@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tensorshard.model.forwards import TENSOR_PARALLEL_ROLES, Role, convert_forward, replaces_forward, roles_of
-from tensorshard.torch_private import messages
+from tensorshard.torch_private import process
 from tensorshard.torch_private.compilation import watch_compilation
 
 # Code of these roles runs a mode that changes reshapes around all that is further in. That is not compiled.
@@ -80,7 +80,7 @@ class CompileLog:
         self._depth += 1
         stop = watch_compilation(self._begun, self._ended) if self._depth == 1 else None
         try:
-            with messages.compiling():
+            with process.compiling():
                 yield
         finally:
             self._depth -= 1

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
+from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import Forward, Role, runs_forward_of, wrap_forward
 from tensorshard.model.reachable_state import is_foreign
-from tensorshard.model.special_layers import is_transposed
 from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.fake_tensors import fake_device
 from tensorshard.torch_private.modules import buffer_names, forward_hooks, has_functional_weights, registrations

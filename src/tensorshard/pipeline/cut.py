@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from tensorshard.common.dotted_names import is_inside
+from tensorshard.common.words import is_inside
 from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.trace.call_graph import CallGraph, Leaf, spans
 

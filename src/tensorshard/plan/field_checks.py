@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 from functools import wraps
 from typing import Any, TypeVar
 
-from tensorshard.common.kinds import with_article
+from tensorshard.common.words import with_article
 
 _Class = TypeVar("_Class")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tensorshard.common.quantities import size_text
+from tensorshard.common.words import size_text
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.predict.estimate import REFUSALS
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tensorshard.common.quantities import seconds_words, size_text
+from tensorshard.common.words import seconds_words, size_text
 from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor, RankEstimate
 from tensorshard.predict.step_time import StepTime
 

@@ -28,16 +28,14 @@ from tensorshard.model.fake_copies import make_fake_copy
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.model.transformers_settings import NotPacked
 from tensorshard.parallelize.build import build_engine
-from tensorshard.parallelize.decisions import Decisions
+from tensorshard.parallelize.part import Decisions
 from tensorshard.plan.field_checks import check_choice, size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.schedules import find_schedule
-from tensorshard.predict.chart import picture
 from tensorshard.predict.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
 from tensorshard.predict.hardware import Hardware, find_hardware
-from tensorshard.predict.operation_ledger import OperationLedger
-from tensorshard.predict.operations import BACKWARD, UPDATE, Operations, Transfer
-from tensorshard.predict.page import Side, page
+from tensorshard.predict.operation_ledger import BACKWARD, UPDATE, OperationLedger, Operations, Transfer
+from tensorshard.predict.page import Side, page, picture
 from tensorshard.predict.rank_estimate import RankEstimate, summarize
 from tensorshard.predict.step_time import StepTime, step_time
 from tensorshard.predict.watched_steps import watch_steps

@@ -44,7 +44,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one call. Args: as for :class:`tensorshard.predict.operations.Kernel`."""
+    """The cost of one call. Args: as for :class:`tensorshard.predict.operation_ledger.Kernel`."""
 
     flops: int
     nbytes: int

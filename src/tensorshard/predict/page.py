@@ -1,14 +1,20 @@
-"""The page of an estimate, of measured memory, or of both side by side: one HTML file that needs nothing else."""
+"""The page of an estimate, of measured memory, or of both side by side: one HTML file that needs nothing else.
 
+Charts of memory as SVG, for the page of an estimate. The page's CSS classes give the colours.
+"""
+
+import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
-from tensorshard.common.quantities import size_text
+from tensorshard.common.words import size_text
 from tensorshard.plan.plan import Plan
-from tensorshard.predict.chart import chart_title, kind, stacked_chart
-from tensorshard.predict.page_frame import document, plan_section
-from tensorshard.predict.rank_estimate import CATEGORIES, RankEstimate
+from tensorshard.predict.page_frame import CHART, CHART_STYLE, document, plan_section
+from tensorshard.predict.rank_estimate import CATEGORIES, Moment, RankEstimate
+
+_LEFT, _TOP, _WIDE, _HIGH, _BELOW = 74, 12, 600, 190, 34
 
 
 @dataclass(frozen=True)
@@ -105,3 +111,98 @@ def _legend(sides: Sequence[Side]) -> str:
 
 def _key(category: str) -> str:
     return f'<span class="key {kind(category)}"></span>{category}'
+
+
+def kind(category: str) -> str:
+    """The CSS class of a category."""
+    return category.replace(" ", "-")
+
+
+def stacked_chart(moments: Sequence[Moment], top: int, title: str) -> str:
+    """Memory over steps, stacked by category.
+
+    Args:
+        moments: in order, all drawn with the same width.
+        top: bytes at the top of the scale.
+        title: what is drawn, for screen readers.
+    """
+    step = _WIDE / max(1, len(moments))
+    floor = _TOP + _HIGH
+    parts = [f'<svg viewBox="0 0 {_LEFT + _WIDE + 8} {floor + _BELOW}" role="img" aria-label="{html.escape(title)}">']
+    for quarter in range(5):
+        y = floor - _HIGH * quarter / 4
+        parts.append(f'<path d="M{_LEFT} {y:.1f}h{_WIDE}" class="grid"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="end">{size_text(top * quarter / 4)}</text>')
+    below = [0] * len(moments)
+    for index, category in enumerate(CATEGORIES):
+        above = [low + moment.held[index] for low, moment in zip(below, moments, strict=True)]
+        if above != below:
+            upper = _steps(above, top, step, floor)
+            lower = _steps(below, top, step, floor)[::-1]
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*upper, *lower])
+            parts.append(f'<polygon points="{points}" class="{kind(category)}"><title>{category}</title></polygon>')
+        below = above
+    parts += _phases(moments, step, floor)
+    return "\n".join([*parts, "</svg>"])
+
+
+def chart_title(name: str, rank: RankEstimate) -> str:
+    """The title of the chart of `rank`; `name` is "estimated" or "measured"."""
+    return f"{name}, rank {rank.rank}: at most {size_text(rank.peak_allocated)} of live tensors, in {rank.phase}"
+
+
+def picture(name: str, rank: RankEstimate) -> str:
+    """The chart of `rank` as a picture of its own, with a title, a legend, colours and a background."""
+    title = chart_title(name, rank)
+    width, height = _LEFT + _WIDE + 8, _TOP + _HIGH + _BELOW
+    keys, head = _chart_legend(rank, width)
+    chart = stacked_chart(rank.history, rank.peak_allocated, title)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + head}" width="{width}" '
+        f'class="{CHART}" role="img" aria-label="{html.escape(title)}">',
+        f"<style>{CHART_STYLE}</style>",
+        '<rect width="100%" height="100%" class="ground"/>',
+        f'<text x="12" y="22">{html.escape(title)}</text>',
+        *keys,
+        chart.replace("<svg ", f'<svg y="{head}" width="{width}" height="{height}" ', 1),
+    ]
+    return "\n".join([*parts, "</svg>"])
+
+
+def _chart_legend(rank: RankEstimate, width: int) -> tuple[list[str], int]:
+    """The legend of a picture of the given width, and the height at which it ends."""
+    parts, x, y = [], 12, 44
+    for index, category in enumerate(CATEGORIES):
+        if not any(moment.held[index] for moment in rank.history):
+            continue
+        wide = 32 + round(6.4 * len(category))
+        if x + wide > width:
+            x, y = 12, y + 18
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="3" class="{kind(category)}"/>')
+        parts.append(f'<text x="{x + 17}" y="{y}">{category}</text>')
+        x += wide
+    return parts, y + 8
+
+
+def _steps(heights: Sequence[int], top: int, step: float, floor: float) -> list[tuple[float, float]]:
+    points = []
+    for index, height in enumerate(heights):
+        y = floor - _HIGH * height / max(1, top)
+        points += [(_LEFT + index * step, y), (_LEFT + (index + 1) * step, y)]
+    return points
+
+
+def _phases(moments: Sequence[Moment], step: float, floor: float) -> list[str]:
+    """A strip below the chart that shows the phases, with their names where there is room."""
+    parts, start = [], 0
+    for phase, group in groupby(moments, key=lambda moment: moment.phase):
+        count = len(list(group))
+        x, wide = _LEFT + start * step, count * step
+        parts.append(
+            f'<rect x="{x:.1f}" y="{floor + 4}" width="{wide:.1f}" height="6" class="phase {phase}">'
+            f"<title>{phase}</title></rect>"
+        )
+        if wide > 52:
+            parts.append(f'<text x="{x + wide / 2:.1f}" y="{floor + 24}" class="middle">{phase}</text>')
+        start += count
+    return parts

@@ -11,10 +11,9 @@ import torch
 from tensorshard.engine.engine import Engine
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage
-from tensorshard.predict.chart import picture
 from tensorshard.predict.describe import rank_lines, tensor_lines
 from tensorshard.predict.estimate import Estimate
-from tensorshard.predict.page import Side, page
+from tensorshard.predict.page import Side, page, picture
 from tensorshard.predict.rank_estimate import RankEstimate, summarize
 from tensorshard.predict.storage_ledger import StorageLedger
 from tensorshard.predict.watched_steps import StepWatcher

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.predict.hardware import Link, Rates
-from tensorshard.predict.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Operations, Transfer
+from tensorshard.predict.operation_ledger import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Operations, Transfer
 from tensorshard.predict.rank_estimate import RankEstimate
 
 if TYPE_CHECKING:

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tensorshard.common.quantities import size_text
-from tensorshard.common.terminal import fit
+from tensorshard.common.words import fit, size_text
 from tensorshard.report.figures import Rows, differences, figures, is_compared, notes
-from tensorshard.report.read_run import Run
-from tensorshard.report.series import Series, columns
+from tensorshard.report.read_run import Run, Series, columns
 
 _GAP = 2
 _NARROWEST = 22  # the fewest columns of a run; if fewer are left, further runs follow below

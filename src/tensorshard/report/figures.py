@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tensorshard.common.dotted_names import flat_items
-from tensorshard.common.quantities import format_count, seconds_words, size_text
-from tensorshard.report.read_run import Run
-from tensorshard.report.series import Series
+from tensorshard.common.words import flat_items, format_count, seconds_words, size_text
+from tensorshard.report.read_run import Run, Series
 
 Rows = list[tuple[str, list[str]]]
 """The name of each row, and its cell for each run."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.swaps.recipes import Function
 
 KINDS = ("rms_norm", "layer_norm", "swiglu", "rotary", "attention", "cross_entropy")

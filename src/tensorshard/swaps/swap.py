@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.world import default_device, join_world, under_torchrun
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.model.global_state import restored_globals
 from tensorshard.parallelize.parallelized_models import check_not_parallelized
 from tensorshard.swaps.changes import Change, Decisions, LeftAlone, apply_decisions

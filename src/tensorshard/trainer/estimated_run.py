@@ -7,18 +7,18 @@ from typing import Any
 from omegaconf import DictConfig
 
 from tensorshard.comm.forked import TriedInVain, in_forked_process
-from tensorshard.common.quantities import size_text
+from tensorshard.common.words import size_text
 from tensorshard.config import ConfigError
 from tensorshard.host.memory import available_on_host
-from tensorshard.parallelize.decisions import Decisions
+from tensorshard.parallelize.part import Decisions
 from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate, estimate
 from tensorshard.predict.changes import Change, find_changes
 from tensorshard.predict.describe import stage_lines
 from tensorshard.predict.hardware import THIS_MACHINE, measured_profile
 from tensorshard.tensor_parallel.table.table import VerifiedTable
+from tensorshard.trainer.initial_model import RunParts
 from tensorshard.trainer.memory import memory_of_gpus
-from tensorshard.trainer.run_parts import RunParts
 
 
 class EstimatedRun:

@@ -1,13 +1,19 @@
-"""The model of a config: built anew, or with weights from files."""
+"""The model of a config, built anew or with weights from files, and the other parts of its run."""
 
+import copy
 import functools
 from collections.abc import Callable
+from itertools import islice
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, find_target, parameters
+from tensorshard.engine.loader import is_stream
+from tensorshard.trainer.loaders import Collate
+from tensorshard.trainer.settings import TrainSettings
 from tensorshard.weights.files.pretrained_model import PretrainedModel, from_pretrained
 
 _KEY = WEIGHTS_KEY.rpartition(".")[2]
@@ -75,3 +81,52 @@ def _is_argument(config: DictConfig) -> bool:
     """Whether the model's own constructor has an argument of this name."""
     known = parameters(find_target(config["_target_"], "model")) if "_target_" in config else None
     return known is not None and _KEY in known
+
+
+class RunParts:
+    """The parts of one config's run.
+
+    Args:
+        config: what :func:`tensorshard.config.load_config` returned.
+
+    Attributes:
+        settings: the ``train`` section.
+        collate: makes batches of samples.
+
+    Raises:
+        ConfigError: a section is missing, or a setting makes no sense.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        self.settings = TrainSettings.from_config(config)
+        if config.data.get("train") is None:
+            raise ConfigError("the config has no data.train, whose samples say what the model is given")
+        self._data = instantiate(config.data.train)
+        self.collate = Collate.of(config)
+
+    def arguments(self) -> dict[str, Any]:
+        """The model, optimizer and loss, as arguments of :func:`tensorshard.parallelize`."""
+        return {
+            "model": initial_model(self._config.model),
+            "optimizer": instantiate(self._config.optimizer),
+            "loss_fn": instantiate(self._config.loss),
+        }
+
+    def sample(self) -> Any:
+        """The first sample of the training data."""
+        return next(iter(copy.deepcopy(self._data))) if is_stream(self._data) else self._data[0]
+
+    def batch(self, samples: int) -> Any:
+        """Inputs and targets of the first samples of the training data; of all, if these are fewer."""
+        if is_stream(self._data):
+            return self.collate(list(islice(iter(copy.deepcopy(self._data)), samples)))
+        found = []
+        for index in range(samples):
+            try:
+                found.append(self._data[index])
+            except IndexError:
+                break
+        if not found:
+            raise ConfigError("data.train has no samples")
+        return self.collate(found)

@@ -21,8 +21,7 @@ from tensorshard.models import GPT, next_token_loss
 from tensorshard.offload.scratch_file import ScratchFile
 from tensorshard.plan.offload import Offload
 from tensorshard.predict.hardware import Hardware, Link, Rates
-from tensorshard.predict.operation_ledger import OperationLedger
-from tensorshard.predict.operations import FORWARD
+from tensorshard.predict.operation_ledger import FORWARD, OperationLedger
 from tensorshard.trainer.self_test import run as run_plans
 
 PLANS = ("ZeRO 3", "tp 2")

@@ -9,9 +9,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from tensorshard.common.quantities import format_count, size_text
-from tensorshard.config.allowed_targets import modules_to_allow
-from tensorshard.config.files import ASKED
+from tensorshard.common.words import format_count, size_text
+from tensorshard.config.files import ASKED, modules_to_allow
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer.loggers.console import print_lines
 from tensorshard.trainer.memory import COMPARED_MEMORY

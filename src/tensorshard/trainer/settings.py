@@ -6,10 +6,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import is_url, local_or_url
+from tensorshard.common.words import kind_of
 from tensorshard.config import ConfigError, instantiate
-from tensorshard.config.config_error import suggest
+from tensorshard.config.lazy import suggest
 from tensorshard.plan.plan import Plan
 from tensorshard.trainer.hooks.profiling import profiled_steps
 from tensorshard.trainer.hooks.schedule import best_of

@@ -15,8 +15,8 @@ from torch import nn
 from tensorshard.comm.world import DEFAULT_TIMEOUT
 from tensorshard.common.stores import local_or_url
 from tensorshard.config import ConfigError, load_config
-from tensorshard.config.config_error import suggest
-from tensorshard.data.text_codec import BYTES, TextCodec, find_codec
+from tensorshard.config.lazy import suggest
+from tensorshard.data.text import BYTES, TextCodec, find_codec
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import longest_sequence
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError

@@ -1,12 +1,53 @@
-"""The training loop."""
+"""The training loop, the moments of it that a hook can act on, and the record of one step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from tensorshard.engine.engine import Engine
-from tensorshard.trainer.hooks.hook import Hook
+from tensorshard.model.batches import batch_size
+from tensorshard.torch_private import pytree
 from tensorshard.trainer.interruption import StopRequest
-from tensorshard.trainer.step_record import BatchSize, StepRecord
+
+
+class Hook:
+    """Something that is done during training. Every method is optional.
+
+    Every rank calls the same methods in the same order. A hook that communicates must do so on every rank: no
+    ``if rank == 0`` around a collective.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which its state is saved; unique among a trainer's hooks."""
+        return type(self).__name__
+
+    def before_train(self, trainer: "Trainer") -> None:
+        """Once, before the first step."""
+
+    def before_step(self, trainer: "Trainer") -> None:
+        """Before the batch of each step is fetched."""
+
+    def after_step(self, trainer: "Trainer", record: "StepRecord") -> None:
+        """After each optimizer step."""
+
+    def after_train(self, trainer: "Trainer") -> None:
+        """Once, after the last step, also where training was interrupted; not after an error."""
+
+    def on_error(self, trainer: "Trainer", error: Exception) -> None:
+        """When training ends with `error`, perhaps on this rank alone. It is raised again afterwards."""
+
+    def close(self) -> None:
+        """Always last, whatever happened."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, in numbers, strings, lists and dicts; saved with each checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave. Called before training, if there is anything to take."""
 
 
 class Trainer:
@@ -120,3 +161,48 @@ class Trainer:
                 yield batch
             if not count:
                 raise ValueError("The loader gave no batch; expected at least one batch of (inputs, targets).")
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The size of a batch in samples, and in tokens if samples are sequences of token ids."""
+
+    samples: int
+    tokens: int | None
+
+    @classmethod
+    def of(cls, inputs: Any) -> "BatchSize":
+        """The size of `inputs`: a tensor, or a tuple or dict of them, whose first dimension is the batch.
+
+        Tokens are counted if the first tensor holds integers and has two dimensions, [batch, sequence].
+
+        Raises:
+            TypeError, ValueError: `inputs` do not show how many samples they hold.
+        """
+        samples = batch_size(inputs)
+        first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+        is_text = first.dim() == 2 and not first.is_floating_point()
+        return cls(samples, first.numel() if is_text else None)
+
+    def times(self, count: int) -> "BatchSize":
+        """The size of `count` batches like this one."""
+        return BatchSize(self.samples * count, None if self.tokens is None else self.tokens * count)
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step, as hooks see it; they add what they measure to `metrics`.
+
+    Attributes:
+        step: optimizer steps done, this one included.
+        loss: global mean loss, a tensor on the engine's device: reading it waits for the device.
+        batch: size of the global batch.
+        metrics: measurements by name, to be logged beside the loss.
+        returned: what the loss function returned by name beside it, as ``Engine.metrics``: scalars on the device.
+    """
+
+    step: int
+    loss: Tensor
+    batch: BatchSize
+    metrics: dict[str, float] = field(default_factory=dict)
+    returned: Mapping[str, Tensor] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.world import join_world
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.trainer.launch.notebook import notebook_launch
 from tensorshard.verify.compare import compare
 from tensorshard.verify.culprit import find_culprit

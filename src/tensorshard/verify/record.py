@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.torch_private.optimizers import watched_clipping
 from tensorshard.torch_private.pipelining import while_stages_prepare
 from tensorshard.torch_private.pytree import tree_leaves

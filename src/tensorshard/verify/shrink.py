@@ -24,16 +24,22 @@ from tensorshard.torch_private.fake_tensors import (
     without_fake_kernel_reports,
 )
 from tensorshard.torch_private.pytree import tree_map
-from tensorshard.verify.fewer_blocks import (
+from tensorshard.verify.narrow_config import (
+    EXPERTS,
+    LAYERS,
+    VOCABULARY,
+    WIDTHS,
     BlockList,
+    Narrowed,
     block_lists,
     blocks_needed,
     describe_kept,
+    drop_nothing,
     kept_blocks,
     leave_out_blocks,
+    narrow,
     unmatched_names,
 )
-from tensorshard.verify.narrow_config import EXPERTS, LAYERS, VOCABULARY, WIDTHS, Narrowed, drop_nothing, narrow
 from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import from_meta, record

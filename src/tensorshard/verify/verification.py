@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import tensorshard
+from tensorshard.common import __version__
 from tensorshard.common.paths import as_path
 from tensorshard.predict.page_frame import document
 from tensorshard.verify.compare import KINDS, Comparison
@@ -147,7 +147,7 @@ def versions() -> dict[str, str]:
     import torch
 
     return {
-        "tensorshard": tensorshard.__version__,
+        "tensorshard": __version__,
         "torch": torch.__version__.partition("+")[0],
         "python": ".".join(platform.python_version_tuple()[:2]),
     }

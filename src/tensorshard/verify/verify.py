@@ -22,8 +22,8 @@ from tensorshard.engine.loss import sum_and_count
 from tensorshard.engine.loss_terms import takes_model
 from tensorshard.engine.optimizer import OptimizerFactory, build_optimizer
 from tensorshard.model.batches import batch_size, call_model, split_into
-from tensorshard.model.buffers import keeps_statistics
 from tensorshard.model.copies import copy_module
+from tensorshard.model.parameters import keeps_statistics
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.parallelize.checks import check_arguments
 from tensorshard.parallelize.parallelize import parallelize

@@ -17,7 +17,7 @@ import tensorshard as ts
 import tensorshard.distributed as tsd
 from own_operations import SumOfSquares
 from tensorshard.comm.marks import set_mark
-from tensorshard.loss.logits.split_logits import Shard, split_logits
+from tensorshard.loss.logits.linear_logits import Shard, split_logits
 from tensorshard.nn.functional import parallel_cross_entropy
 
 CLASSES = 11

@@ -9,7 +9,7 @@ from torch import nn
 
 import tensorshard as ts
 from tensorshard.comm import forked
-from tensorshard.predict.search.choose_plan import guess_targets
+from tensorshard.predict.search.find_plans import guess_targets
 
 
 def _model() -> nn.Sequential:

@@ -11,9 +11,9 @@ from torch import nn
 
 import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.predict.operations import SECTIONS
+from tensorshard.predict.operation_ledger import SECTIONS
 from tensorshard.predict.search import search, traces
-from tensorshard.predict.search.extrapolate import FewerBlocks, equal_blocks, with_all_blocks
+from tensorshard.predict.search.model_facts import FewerBlocks, equal_blocks, with_all_blocks
 from tensorshard.predict.search.problem import SearchProblem, make_problem
 from tensorshard.predict.search.search import predict_from_few_blocks
 from tensorshard.predict.search.traces import Trace, TraceKey, run_trace, search_table

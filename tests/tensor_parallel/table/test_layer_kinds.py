@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import Role, wrap_forward
-from tensorshard.model.special_layers import is_transposed
 from tensorshard.tensor_parallel.table.layer_kinds import (
     as_channelwise,
     as_splittable,

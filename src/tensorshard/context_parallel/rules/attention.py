@@ -11,15 +11,14 @@ import torch
 from torch import arange  # torch.arange itself is replaced while a group is active
 from torch.nn.attention.bias import causal_lower_right
 
-from tensorshard.context_parallel.active_groups import active
+from tensorshard.context_parallel.context_group import active
 from tensorshard.context_parallel.exchanges import fetch, stack_ranks, take, tie, turn
 from tensorshard.context_parallel.layout_changes import gathered, part_of
-from tensorshard.context_parallel.layouts import elsewhere
+from tensorshard.context_parallel.layouts import PositionLists, SequenceLayout, elsewhere
 from tensorshard.context_parallel.ring_attention import ring_attention, rounds
 from tensorshard.context_parallel.rule_table import Signature, rule
 from tensorshard.context_parallel.rules.contractions import Letters, batch_letters, contract
-from tensorshard.context_parallel.rules.random_numbers import attention_dropout
-from tensorshard.context_parallel.sequence_layout import PositionLists, SequenceLayout
+from tensorshard.context_parallel.rules.pointwise import attention_dropout
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.torch_private.attention import has_partial_attention
 from tensorshard.torch_private.autograd import are_saved_tensors_hooked

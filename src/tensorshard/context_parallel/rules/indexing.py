@@ -1,4 +1,4 @@
-"""Reading by index: slices and lists of positions stay where they are, short results are fetched."""
+"""Reading and writing by index, lookups in tables, and tokens to experts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,19 +8,19 @@ import torch
 from torch import arange  # torch.arange itself is replaced while a group is active
 
 from tensorshard.context_parallel import layouts
-from tensorshard.context_parallel.exchanges import fetch, take
+from tensorshard.context_parallel.exchanges import fetch, take, turn
 from tensorshard.context_parallel.layout_changes import (
     aligned,
     gathered,
     is_gathered,
+    part_of,
     sequence_or_whole,
     turned,
 )
-from tensorshard.context_parallel.rule_table import name_of, rule
+from tensorshard.context_parallel.layouts import PositionLists, runs_of
+from tensorshard.context_parallel.rule_table import Signature, name_of, rule
 from tensorshard.context_parallel.rules.pointwise import leading
-from tensorshard.context_parallel.sequence_layout import PositionLists, runs_of
-from tensorshard.context_parallel.sequence_tensor import SequenceTensor
-from tensorshard.context_parallel.views import note_copy, note_piece
+from tensorshard.context_parallel.sequence_tensor import SequenceTensor, note_copy, note_piece
 
 _FULL = slice(None)
 _READS_BEFORE_TURN = 2
@@ -28,6 +28,11 @@ _READS_BEFORE_GATHER = 3
 _SMALL = 64
 """A tensor with so few numbers for each position of a sample is gathered where positions are read one by one. Split
 along these numbers, every operation that sums over them would be an exchange of its own."""
+_EMBEDDING = Signature(
+    lambda input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False: 0
+)
+_GROUPED = Signature(lambda a, b, offs=None, bias=None, out_dtype=None: 0)
+_GROUPED_NAMES = {"mat_a": "a", "mat_b": "b", "input": "a", "weight": "b", "mat2": "b", "self": "a"}
 
 
 @rule("__getitem__")
@@ -343,3 +348,132 @@ def index_select(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
         return NotImplemented
     assert isinstance(x, torch.Tensor)
     return x[(*(_FULL,) * (dim % x.ndim), index)]  # type: ignore[index]
+
+
+@rule("__setitem__")
+def setitem(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``x[index] = value``, for slices and numbers."""
+    x, index, value = args
+    if not isinstance(x, SequenceTensor):
+        return NotImplemented
+    entries = normalized(index, x.ndim)
+    if entries is None or any(isinstance(entry, torch.Tensor) or entry is None for entry in entries):
+        return NotImplemented
+    _follow(x, entries, value)
+    if entries[x.split_dim] == _FULL:
+        _write_beside(x, entries, value)
+    else:
+        _write_positions(x, entries, value)
+    return None
+
+
+def _follow(x: SequenceTensor, entries: list[Any], value: Any) -> None:
+    """Where each position is written with a value that is split along another dimension, `x` is split along that one
+    from now on: this is a loop over positions."""
+    if not isinstance(value, SequenceTensor) or not all(isinstance(e, int) or e == _FULL for e in entries):
+        return
+    kept = [dim for dim in range(x.ndim) if isinstance(entries[dim], slice)]
+    if len(kept) != value.ndim or x.split_dim in kept or value.shape != torch.Size([x.shape[dim] for dim in kept]):
+        return
+    dim = kept[value.split_dim]
+    x.local = turn(x.local, x.split_dim, x.sequence, dim, value.sequence, "write: turn", x.group)
+    x.split_dim, x.sequence = dim, value.sequence
+    x._gathered = x._turned = None
+
+
+def _write_beside(x: SequenceTensor, entries: list[Any], value: Any) -> None:
+    """All positions are written."""
+    if isinstance(value, torch.Tensor):
+        from_end = x.split_dim - x.ndim + sum(isinstance(entry, int) for entry in entries[x.split_dim + 1 :])
+        has = value.ndim >= -from_end and value.shape[from_end] == x.sequence.length
+        value = part_of(value, value.ndim + from_end if has else None, x.sequence, "write", x.group)
+    x.local[tuple(entries)] = value
+
+
+def _write_positions(x: SequenceTensor, entries: list[Any], value: Any) -> None:
+    """Some positions are written. A rank that has none of them still has the write in its graph."""
+    rank, entry = x.group.rank, entries[x.split_dim]
+    if isinstance(entry, int):
+        if not -x.sequence.length <= entry < x.sequence.length:
+            raise IndexError(
+                f"index {entry} is out of bounds for dimension {x.split_dim} with size {x.sequence.length}"
+            )
+        entry = slice(entry % x.sequence.length, entry % x.sequence.length + 1)
+    start, stop, step = entry.indices(x.sequence.length)
+    layout, kept = layouts.narrowed(x.sequence, start, max(start, stop), step)
+    places = torch.from_numpy(np.ascontiguousarray(kept.positions(rank))).to(x.device)
+    view = x.local[tuple(_FULL if dim == x.split_dim else each for dim, each in enumerate(entries))]
+    dim = x.split_dim - sum(isinstance(each, int) for each in entries[: x.split_dim])
+    if not isinstance(value, torch.Tensor):
+        view.index_fill_(dim, places, value)
+        return
+    if isinstance(entries[x.split_dim], int):
+        value = gathered(value, "write")
+        if value.ndim >= view.ndim - dim:
+            value = value.unsqueeze(dim - view.ndim)
+    at = value.ndim - view.ndim + dim
+    has = at >= 0 and value.shape[at] == layout.length
+    value = part_of(value, at if has else None, layout, "write", x.group)
+    shape = list(view.shape)
+    shape[dim] = len(places)
+    while value.ndim > len(shape) and value.shape[0] == 1:
+        value = value[0]
+    view.index_copy_(dim, places, value.to(view.dtype).expand(shape))
+
+
+@rule("index_add")
+def index_add(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Each row is added by the rank that holds its position."""
+    if kwargs or len(args) != 4:
+        return NotImplemented
+    x, dim, index, source = args
+    if not isinstance(x, SequenceTensor) or isinstance(index, SequenceTensor) or dim % x.ndim != x.split_dim:
+        return NotImplemented
+    positions = index.detach().cpu().numpy()
+    layout, places = layouts.selected(x.sequence, positions)
+    place = torch.from_numpy(places.positions(x.group.rank)).to(x.device)
+    out = func(x.local, x.split_dim, place, part_of(source, x.split_dim, layout, name_of(func), x.group))
+    return x if out is x.local else x.like(out)
+
+
+@rule("embedding")
+def embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Rows of a table. (``torch.embedding`` has the table first.)"""
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        return NotImplemented
+    call = _EMBEDDING.bind(args, kwargs)
+    if call is None or call["max_norm"] is not None or call["scale_grad_by_freq"]:
+        return NotImplemented
+    ids, weight = call["input"], call["weight"]
+    if not isinstance(ids, SequenceTensor) or isinstance(weight, SequenceTensor):
+        return NotImplemented
+    return ids.like(func(ids.local, weight, padding_idx=call["padding_idx"], sparse=call["sparse"]))
+
+
+@rule("one_hot")
+def one_hot(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """One of a known number of classes."""
+    classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    x = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    if classes == -1 or not isinstance(x, SequenceTensor):
+        return NotImplemented
+    return x.like(func(x.local, classes))
+
+
+@rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+def grouped_mm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Rows that are sorted by expert, times each expert's matrix. Each rank multiplies its own rows."""
+    call = _GROUPED.bind(args, {_GROUPED_NAMES.get(key, key): value for key, value in kwargs.items()})
+    if call is None or call["bias"] is not None or not isinstance(call["offs"], torch.Tensor):
+        return NotImplemented
+    a, b, offsets = call["a"], call["b"], call["offs"]
+    if not isinstance(a, SequenceTensor) or a.ndim != 2 or a.split_dim != 0:
+        return NotImplemented
+    if isinstance(b, SequenceTensor) or isinstance(offsets, SequenceTensor):
+        return NotImplemented
+    if not all((np.diff(a.sequence.positions(rank)) > 0).all() for rank in range(a.group.size)):
+        return NotImplemented
+    mine = a.sequence.positions(a.group.rank)
+    own = torch.from_numpy(np.searchsorted(mine, offsets.cpu().numpy())).to(offsets.device, offsets.dtype)
+    options = {} if call["out_dtype"] is None else {"out_dtype": call["out_dtype"]}
+    return a.like(func(a.local, b, offs=own, **options))

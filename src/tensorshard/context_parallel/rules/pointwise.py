@@ -1,14 +1,15 @@
-"""Operations that compute element by element: local, once all tensors have the layout of one of them."""
+"""Element by element: local, once all tensors have one layout. Arithmetic, copies and casts, random numbers."""
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tensorshard.context_parallel.exchanges import take
-from tensorshard.context_parallel.layout_changes import aligned, map_tensors, sequence_tensors
-from tensorshard.context_parallel.rule_table import name_of, rule, writes
+from tensorshard.context_parallel.layout_changes import aligned, cut_for, map_tensors, on_meta, sequence_tensors
+from tensorshard.context_parallel.rule_table import Signature, name_of, rule, writes
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
 _ACTIVATIONS = (
@@ -19,6 +20,17 @@ _OTHERS = (
     "softplus", "hardtanh", "relu6", "prelu", "logsigmoid", "softsign", "tanhshrink", "hardsigmoid", "hardswish",
     "threshold",
 )  # fmt: skip
+_CASTS = (
+    "float", "double", "half", "bfloat16", "int", "long", "bool", "short", "byte", "char", "type", "cfloat",
+    "cdouble",
+)  # fmt: skip
+_COPIES = (
+    "contiguous", "resolve_conj", "resolve_neg", "clone", "detach", "cpu", "cuda", "data",
+    "alias", "__copy__", "requires_grad_", "pin_memory",
+)  # fmt: skip
+_FILLED = ["zeros_like", "ones_like", "full_like", "empty_like"]
+_DROPOUT = Signature(lambda input, p=0.5, training=True, inplace=False: 0)
+_TORCH_DROPOUT = Signature(lambda input, p, train: 0)
 
 
 @rule("broadcast_tensors", "polar", "complex", "isclose", "masked_fill", "where", "copy", *_ACTIVATIONS)
@@ -96,3 +108,132 @@ def unary(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 def without_reduction(func: Callable[..., Any]) -> Callable[..., Any]:
     """A loss function element by element."""
     return functools.wraps(func)(lambda *args, **kwargs: func(*args, reduction="none", **kwargs))
+
+
+@rule(*_CASTS, *_COPIES, *_FILLED)
+def same_layout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operation on one tensor that keeps its shape."""
+    x = args[0] if args else kwargs.get("input")
+    if not isinstance(x, SequenceTensor) or sequence_tensors((tuple(args[1:]), kwargs)):
+        return NotImplemented
+    out = func(x.local, *args[1:]) if args and not kwargs else func(x.local, *args[1:], **kwargs)
+    if out is x.local:
+        return x
+    return x.like(out) if isinstance(out, torch.Tensor) else out
+
+
+@rule("to", "type_as")
+def to(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A cast, perhaps to another tensor's type."""
+    args = (args[0], *(arg.local if isinstance(arg, SequenceTensor) else arg for arg in args[1:]))
+    kwargs = {key: value.local if isinstance(value, SequenceTensor) else value for key, value in kwargs.items()}
+    return same_layout(func, args, kwargs) if isinstance(args[0], SequenceTensor) else func(*args, **kwargs)
+
+
+@rule("data=")
+def set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``x.data = y``."""
+    x, value = args
+    if isinstance(x, SequenceTensor) and isinstance(value, SequenceTensor) and x.shape == value.shape:
+        x.local, x.split_dim, x.sequence = value.local.detach(), value.split_dim, value.sequence
+        x._gathered = x._turned = None
+        return None
+    raise NotImplementedError("x.data = y needs tensors that are both cut along their sequence, or both whole")
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def new(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A new tensor of any shape. It is cut if it has the same number of positions in the same dimension."""
+    x = args[0]
+    if not isinstance(x, SequenceTensor) or sequence_tensors((tuple(args[1:]), kwargs)):
+        return NotImplemented
+    out = func(x.local, *args[1:], **kwargs)
+    if out.ndim == x.ndim and out.shape[x.split_dim] == x.sequence.length:
+        return cut_for(out, x.split_dim, x.sequence, x.group)
+    return out
+
+
+@rule("result_type", "can_cast", "promote_types")
+def types(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Questions for types."""
+    return func(*on_meta(tuple(args)))
+
+
+@rule("is_same_size", "is_set_to", "stride", "storage_offset", "nelement", "ndimension")
+def geometry(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Questions for the shape, answered as for a whole contiguous tensor."""
+    name = name_of(func)
+    if name == "is_set_to":
+        return args[0] is args[1]
+    return func(*on_meta(tuple(args)), **kwargs)
+
+
+@rule("view_as_complex", "view_as_real")
+def complex_views(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Pairs of numbers as complex ones, and back."""
+    x = args[0]
+    if x.split_dim == x.ndim - 1 and name_of(func) == "view_as_complex":
+        return NotImplemented
+    return x.like(func(x.local.contiguous()))
+
+
+@rule("dropout")
+def dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Each position has its own random zeros."""
+    call = _TORCH_DROPOUT.bind(args, kwargs) if "train" in kwargs else _DROPOUT.bind(args, kwargs)
+    if call is None or call.get("inplace") or name_of(func) != "dropout":
+        return NotImplemented
+    x, p = call["input"], call["p"]
+    if not call.get("training", call.get("train")) or p == 0:
+        return x
+    if not isinstance(x, SequenceTensor) or not 0 < p < 1:
+        return NotImplemented
+    return x * cut_for(_draw_noise(x, p), x.split_dim, x.sequence, x.group)
+
+
+def _draw_noise(x: SequenceTensor, p: float) -> torch.Tensor:
+    """What torch multiplies a whole tensor by: 0, or 1 / (1 - p)."""
+    shape, dtype, device = x.shape, x.dtype, x.device
+    noise: torch.Tensor = x.group.draw(lambda: torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p))
+    return noise.div_(1 - p)
+
+
+@rule("alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "rrelu")
+def other_dropouts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Drawn and computed on whole tensors."""
+    name = name_of(func)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 and name != "rrelu" else None))
+    if training is False and name != "rrelu" and isinstance(args[0], SequenceTensor):
+        return args[0]
+    return NotImplemented
+
+
+@rule("rand_like", "randn_like", "randint_like")
+def like(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """New random numbers of the same shape."""
+    x = args[0]
+    if not isinstance(x, SequenceTensor):
+        return NotImplemented
+    shape, dtype, device = x.shape, x.dtype, x.device
+    whole = x.group.draw(lambda: func(torch.empty(shape, dtype=dtype, device=device), *args[1:], **kwargs))
+    return cut_for(whole, x.split_dim, x.sequence, x.group)
+
+
+@rule("bernoulli", "normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal", "multinomial")
+def drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Written in place: drawn whole. Others fall back, where all ranks draw the same whole tensor."""
+    x = args[0]
+    if not writes(name_of(func)) or not isinstance(x, SequenceTensor):
+        return NotImplemented
+    if any(isinstance(arg, torch.Tensor) for arg in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    shape, dtype, device = x.shape, x.dtype, x.device
+    whole = x.group.draw(lambda: func(torch.empty(shape, dtype=dtype, device=device), *args[1:], **kwargs))
+    with torch.no_grad():
+        x.local.copy_(take(whole, x.split_dim, x.sequence.index(x.group.rank)))
+    return x
+
+
+def attention_dropout(weights: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout of attention's weights."""
+    return F.dropout(weights, p, training=True)

@@ -1,15 +1,16 @@
-"""Operations along dimensions: local where the positions are not among these, else each rank's result is completed."""
+"""Over positions: reductions, running sums, normalizations and losses. Each rank has its own part, and ranks add up."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from tensorshard.context_parallel.exchanges import stack_ranks
+from tensorshard.context_parallel.exchanges import stack_ranks, sum_ranks
 from tensorshard.context_parallel.layout_changes import map_tensors, part_of, returned, sequence_tensors, turned
-from tensorshard.context_parallel.rule_table import name_of, rule, writes
-from tensorshard.context_parallel.rules.pointwise import pointwise
+from tensorshard.context_parallel.rule_table import Signature, name_of, rule, writes
+from tensorshard.context_parallel.rules.pointwise import pointwise, without_reduction
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
 _DIM_FIRST = (
@@ -27,6 +28,19 @@ _DIM_AT = dict.fromkeys(_DIM_FIRST, 1) | dict.fromkeys(_DIM_SECOND, 2)
 _DEFAULT_DIM = {"normalize": 1, "cosine_similarity": 1, "glu": -1, "sort": -1, "argsort": -1, "topk": -1}
 _COMPLETED = {name: name for name in ["sum", "any", "all", "amax", "amin", "prod", "logsumexp"]} | {"mean": "sum"}
 _INDEXED = ("gather", "scatter", "scatter_add", "take_along_dim")
+_CALL = Signature(lambda input, dim, dtype=None: 0)
+
+
+_MOST_RUNS = 64
+_DIFF = Signature(lambda input, n=1, dim=-1, prepend=None, append=None: 0)
+_GROUP_NORM = Signature(lambda input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True: 0)
+_BATCH_NORM = Signature(
+    lambda input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5: 0
+)
+_CROSS_ENTROPY = Signature(
+    lambda input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0: 0
+)  # fmt: skip
 
 
 @rule(*_DIM_AT)
@@ -165,3 +179,157 @@ def _completed(
     if name == "mean":
         return out / math.prod(x.shape[dim] for dim in dims)
     return out
+
+
+@rule("diff")
+def diff(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Differences of neighbours: two slices."""
+    call = _DIFF.bind(args, kwargs)
+    if call is None or call["n"] != 1 or call["input"].dtype == torch.bool:
+        return NotImplemented
+    dim = call["dim"] % call["input"].ndim
+    pieces = [piece for piece in (call["prepend"], call["input"], call["append"]) if piece is not None]
+    x = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+    return x.narrow(dim, 1, x.shape[dim] - 1) - x.narrow(dim, 0, x.shape[dim] - 1)
+
+
+@rule("cumsum")
+def cumsum(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A running sum. The order within a rank may be any, as long as the ranks' runs are known."""
+    call = _CALL.bind(args, kwargs)
+    if call is None:
+        return along(func, args, kwargs)
+    x, dim, dtype = call["input"], call["dim"], call["dtype"]
+    if (
+        not isinstance(x, SequenceTensor)
+        or not isinstance(dim, int)
+        or dim % x.ndim != x.split_dim
+        or dtype is not None
+    ):
+        return along(func, args, kwargs)
+    most = max(len(runs) for runs in x.sequence.runs)
+    return along(func, args, kwargs) if most > _MOST_RUNS else x.like(_by_runs(x, most))
+
+
+def _by_runs(x: SequenceTensor, most: int) -> torch.Tensor:
+    """The sums of all runs are exchanged, and each run begins with those before it."""
+    dim, rank = x.split_dim, x.group.rank
+    lengths = [int(stop - start) for start, stop in x.sequence.runs[rank]]
+    parts = x.local.split([*lengths, *[0] * (most - len(lengths))], dim)
+    sums = torch.stack([part.sum(dim, keepdim=True) for part in parts])
+    everyone = stack_ranks(sums, "cumsum", x.group).flatten(0, 1)  # [ranks * most, ...]
+    starts = np.full((x.group.size, most), x.sequence.length)
+    for each, runs in zip(starts, x.sequence.runs, strict=True):
+        each[: len(runs)] = runs[:, 0]
+    out = []
+    for at, part in enumerate(parts):
+        earlier = torch.from_numpy(np.flatnonzero(starts.reshape(-1) < starts[rank, at])).to(x.device)
+        total = part.cumsum(dim)
+        out.append(total + everyone.index_select(0, earlier).sum(0).to(total.dtype))
+    return torch.cat(out, dim)
+
+
+@rule("layer_norm", "rms_norm")
+def layer_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Over the last dimensions."""
+    x = args[0]
+    shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape")
+    if not isinstance(x, SequenceTensor) or shape is None or x.split_dim >= x.ndim - len(shape):
+        return NotImplemented
+    if any(isinstance(arg, SequenceTensor) for arg in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    return x.like(func(x.local, *args[1:], **kwargs))
+
+
+@rule("group_norm")
+def group_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Over groups of channels and all positions."""
+    call = _GROUP_NORM.bind(args, kwargs)
+    if call is None or not isinstance(call["input"], SequenceTensor) or call["input"].split_dim < 2:
+        return NotImplemented
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    y: Any = x.unflatten(1, (call["num_groups"], -1))
+    dims = list(range(2, y.ndim))
+    y = y - y.mean(dims, True)
+    y = (y * ((y * y).mean(dims, True) + call["eps"]).rsqrt()).flatten(1, 2)
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
+@rule("batch_norm")
+def batch_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Over the batch and all positions. Running statistics are updated equally on all ranks."""
+    call = _BATCH_NORM.bind(args, kwargs)
+    if call is None or not isinstance(call["input"], SequenceTensor) or call["input"].split_dim == 1:
+        return NotImplemented
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    if not call["training"]:
+        return x.like(func(x.local, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"}))
+    shape, dims = [1, -1] + [1] * (x.ndim - 2), [dim for dim in range(x.ndim) if dim != 1]
+    count = x.numel() // x.shape[1]
+    if count < 2:
+        return NotImplemented  # torch's own error
+    y: Any = x if x.dtype not in (torch.bfloat16, torch.float16) else x.float()
+    mean = y.mean(dims)
+    var = ((y - mean.view(shape)) ** 2).mean(dims)
+    if call["running_mean"] is not None:
+        with torch.no_grad():
+            momentum = call["momentum"]
+            call["running_mean"].lerp_(mean.detach().to(call["running_mean"].dtype), momentum)
+            unbiased = var.detach() * count / (count - 1)
+            call["running_var"].lerp_(unbiased.to(call["running_var"].dtype), momentum)
+    y = (y - mean.view(shape)) * (var + call["eps"]).rsqrt().view(shape)
+    y = y if weight is None else y * weight.view(shape)
+    y = y if bias is None else y + bias.view(shape)
+    return y.to(x.dtype)
+
+
+@rule("cross_entropy", "nll_loss")
+def cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The loss of classes. The positions may be any dimension but the classes."""
+    call = _CROSS_ENTROPY.bind(args, kwargs)
+    if call is None or call["size_average"] is not None or call["reduce"] is not None:
+        return NotImplemented
+    x, target, weight, ignored = call["input"], call["target"], call["weight"], call["ignore_index"]
+    if not isinstance(x, SequenceTensor) or x.ndim < 2 or x.split_dim == 1 or isinstance(weight, SequenceTensor):
+        return NotImplemented
+    has_probabilities = target.is_floating_point()
+    dim = x.split_dim - (x.split_dim > 0)
+    target = part_of(target, x.split_dim if has_probabilities else dim, x.sequence, name_of(func), x.group)
+    options = {"label_smoothing": call["label_smoothing"]} if name_of(func) == "cross_entropy" else {}
+    local = func(x.local, target, weight=weight, ignore_index=ignored, reduction="none", **options)
+    if call["reduction"] == "none":
+        return SequenceTensor(local, dim, x.sequence, x.group)
+    if call["reduction"] == "sum":
+        return sum_ranks(local.sum(), "loss", x.group)
+    if has_probabilities:
+        return sum_ranks(local.sum(), "loss", x.group) / (x.numel() // x.shape[1])
+    valid = (target != ignored).to(local.dtype)
+    if weight is not None:
+        valid = valid * weight[target.clamp(min=0)]
+    both = sum_ranks(torch.stack([local.sum(), valid.sum().to(local.dtype)]), "loss", x.group)
+    return both[0] / both[1]
+
+
+_BY_ELEMENT = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss",
+)  # fmt: skip
+_TWO = Signature(lambda input, target, reduction="mean", **options: 0)
+
+
+@rule(*_BY_ELEMENT, "binary_cross_entropy_with_logits", "soft_margin_loss")
+def by_element(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A loss that is computed element by element."""
+    if len(args) == 3 and args[2] is None:
+        args = args[:2]
+    call = None if len(args) > 2 else _TWO.bind(args, kwargs)
+    if call is None or call["reduction"] not in ("mean", "sum", "none"):
+        return NotImplemented
+    options = call.get("options", {})
+    if options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
+        return NotImplemented
+    losses = pointwise(without_reduction(func), (call["input"], call["target"]), options)
+    if losses is NotImplemented or call["reduction"] == "none":
+        return losses
+    return losses.mean() if call["reduction"] == "mean" else losses.sum()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.model.buffers import keeps_statistics
+from tensorshard.model.parameters import keeps_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.tensors import tensor_version
 from tensorshard.weights.files.export import own_class

@@ -16,9 +16,8 @@ from tensorshard.comm.marks import get_layout
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.layers.arguments import full_size, parameter_group
-from tensorshard.loss.formulas import CrossEntropySpec
+from tensorshard.loss.formulas import CrossEntropySpec, Margin
 from tensorshard.loss.loss_arguments import Place, check_options, check_targets, check_tensors, find_place
-from tensorshard.loss.margins import Margin
 from tensorshard.loss.tiled_loss import Extras, head_loss
 from tensorshard.loss.tiles import Precision, autocast_dtype
 from tensorshard.loss.two_passes import HeadSpec, choose_keep

@@ -12,11 +12,10 @@ from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.arguments import autocast
 from tensorshard.layers.split_linear import parallel_linear
-from tensorshard.loss.formulas import CrossEntropySpec
+from tensorshard.loss.formulas import CrossEntropySpec, Margin
 from tensorshard.loss.heads.head_module import HeadModule
 from tensorshard.loss.heads.linear_cross_entropy import tiled_loss
 from tensorshard.loss.loss_arguments import check_options
-from tensorshard.loss.margins import Margin
 from tensorshard.loss.tiled_loss import Extras
 from tensorshard.loss.tiles import check_width, head_tiles, largest_logits
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from tensorshard.pipeline.run.torch_schedules import Action, actions
+from tensorshard.pipeline.run.schedule_runner import Action, actions
 from tensorshard.plan.schedules import find_schedule
 
 DURATIONS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

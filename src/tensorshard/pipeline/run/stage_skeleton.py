@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.world import world
-from tensorshard.common.dotted_names import is_inside
+from tensorshard.common.words import is_inside
 from tensorshard.model.copies import copy_module
 from tensorshard.model.fake_copies import keep_padding
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorshard.model.sequence_dims import first_sequence
+from tensorshard.model.whole_sequences import first_sequence
 from tensorshard.plan.plan import RECOMPUTE_MODES, Plan
 from tensorshard.predict.search.problem import SearchProblem
 

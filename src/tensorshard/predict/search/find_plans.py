@@ -1,22 +1,46 @@
-"""`find_plans`: the best plans for a model and some hardware, and why."""
+"""`find_plans`: the best plans for a model and some hardware, and why.
 
-from collections.abc import Callable, Mapping
+The best plan for the world that this process is in: rank 0 searches for it, and all ranks take it.
+
+The error of a search in which no plan fits: by how much, and the smallest changes with which one fits.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from tensorshard.common.quantities import seconds_words
+from tensorshard.comm.decisions import decide_once
+from tensorshard.comm.forked import TriedInVain, in_forked_process
+from tensorshard.comm.groups import world_group
+from tensorshard.comm.world import ranks_here
+from tensorshard.common.words import seconds_words, size_text
 from tensorshard.engine.optimizer import OptimizerFactory
+from tensorshard.host.memory import room_for_rank
+from tensorshard.model.batches import batch_size
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.plan.plan import Plan
-from tensorshard.predict.hardware import Hardware
-from tensorshard.predict.search.nothing_fits import nothing_fits
+from tensorshard.predict.estimate import REFUSALS
+from tensorshard.predict.hardware import Hardware, hardware_here
+from tensorshard.predict.search.model_facts import model_facts
 from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
-from tensorshard.predict.search.problem import SearchProblem, check_objective, make_problem
-from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Key, Progress, Search
-from tensorshard.predict.search.wording import found_reasons, rejections
+from tensorshard.predict.search.problem import SearchProblem, check_objective, fixed_fields, make_problem
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, CandidateState, Key, Progress, Search
+from tensorshard.predict.search.wording import found_reasons, plan_words, rejections, why_nothing_fits
+from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.weights.files.pretrained_model import without_files
 
 _TRIES = 8  # the most plans that are estimated, the best first, as long as none of them fits
+_TRIES_OF_A_CHANGE = 2  # estimates for each change
+_DOUBLINGS = 4
+_WIDTH = 80
 
 
 def find_plans(
@@ -152,3 +176,218 @@ def _answer(search: Search, top: int, *, by_memory: bool) -> PlanSearch:
         search.estimates,
         search.exhausted,
     )
+
+
+def choose_plan(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[[Any, Any], Any],
+    inputs: Any,
+    targets: Any,
+    fixed: Plan | Mapping[str, Any] | None,
+) -> Plan:
+    """The best plan, the same on every rank. A collective of the world.
+
+    The search runs in a fork of rank 0, which is in no process group and leaves nothing behind. It prints its choice.
+
+    Args:
+        inputs, targets: as for :func:`tensorshard.parallelize`; without targets, they are guessed.
+
+    Raises:
+        ValueError: nothing fits, or an argument makes no sense.
+    """
+    ranks = dist.get_world_size()
+
+    def choose() -> dict[str, Any]:
+        size = batch_size(inputs)
+        given = fixed_fields(fixed)
+        hardware = hardware_here()  # a fork cannot ask a GPU
+        memory = room_for_rank(ranks_here()) if hardware.is_cpu else None  # a container may have less than the machine
+
+        def search() -> tuple[dict[str, Any], str]:
+            found = find_plans(
+                model,
+                world_size=ranks,
+                inputs=inputs,
+                targets=guess_targets(without_files(model), loss_fn, inputs, size) if targets is None else targets,
+                optimizer=optimizer,
+                loss_fn=loss_fn,
+                hardware=hardware,
+                memory=memory,
+                fixed=given,
+                top=1,
+            )
+            return found.best.plan.to_dict(), found.describe()
+
+        try:
+            plan, said = in_forked_process(search, None, shown=True)
+        except TriedInVain as error:
+            raise ValueError(f"plan 'auto': {error}") from error
+        print(f"the best plan for {said}", flush=True)
+        return plan
+
+    return Plan.from_dict(decide_once(choose, world_group()))
+
+
+def guess_targets(
+    model: nn.Module | Callable[[], nn.Module], loss_fn: Callable[[Any, Any], Any], inputs: Any, samples: int
+) -> Any:
+    """Zeros that ``loss_fn(model(inputs), targets)`` takes: classes, values like the output's, or the inputs.
+
+    Args:
+        inputs: a batch of `samples`.
+
+    Raises:
+        ValueError: the loss takes none of these.
+    """
+    facts = model_facts(model, inputs, samples)
+    outputs = [] if facts is None else tensor_leaves(facts.output)
+    if facts is not None and outputs:
+        candidates = [torch.zeros(shape, dtype=dtype) for shape, dtype in _shapes(outputs[0])]
+        for targets in (*candidates, inputs):
+            if _is_taken(loss_fn, facts.output, targets):
+                return targets
+    raise ValueError(
+        "sample_targets were not given, and could not be guessed: the loss takes neither classes nor values like the "
+        "model's output nor its inputs; give sample_targets=, of one batch as Engine.step is given them"
+    )
+
+
+def _shapes(output: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    shape = tuple(output.shape)
+    if output.dim() > 1 and shape[-1] > 1:
+        yield shape[:-1], torch.long  # a class for each place
+    if output.dim() > 2:
+        yield (shape[0], *shape[2:]), torch.long  # channels come second, as in segmentation
+    yield shape, torch.float32
+
+
+def _is_taken(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> bool:
+    with QuickFakeTensorMode(), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")  # such as the warning about shapes that are broadcast
+        try:
+            fakes = [map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), tree) for tree in (output, targets)]
+            loss_fn(*fakes)
+        except Exception as error:  # a loss may raise anything for targets that do not suit it
+            if isinstance(error, Warning) or raised_by_model(error):
+                return False
+            raise
+    return True
+
+
+@dataclass(frozen=True)
+class FittingChange:
+    """A change of the search's arguments with which a plan fits.
+
+    Args:
+        words: what to change. plan: the plan that fits then, in words. memory: bytes that this plan takes.
+    """
+
+    words: str
+    plan: str
+    memory: int
+
+    def __str__(self) -> str:
+        return f"{self.words} ({size_text(self.memory)} with {self.plan})"
+
+
+class NothingFitsError(ValueError):
+    """No plan fits.
+
+    Args:
+        problem: a sentence that says by how much. regions: what each ZeRO level and kind of recomputation lacks.
+        changes: the smallest changes with which a plan fits.
+    """
+
+    def __init__(self, problem: str, regions: list[str], changes: list[str]) -> None:
+        remedy = "; or ".join(changes) if changes else "none of the changes that were tried"
+        super().__init__(f"{problem} ({', '.join(regions)}). What would fit: {remedy}")
+        self.problem, self.regions, self.changes = problem, regions, changes
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.problem, self.regions, self.changes)
+
+    def describe(self) -> str:
+        """The same in lines of at most 80 columns."""
+        lines = [*wrap(self.problem, _WIDTH), ""]
+        for region in self.regions:
+            lines += wrap(region, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += ["", "what would fit:" if self.changes else "no change that was tried makes one fit"]
+        for change in self.changes:
+            lines += wrap(change, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(lines)
+
+
+def nothing_fits(search: Search, progress: Progress) -> ValueError:
+    """The error of a search without a plan that fits."""
+    problem = search.problem
+    taken = [one for one in search.considered if not one.refused]
+    if not taken:
+        return ValueError(_no_plan(search))
+    least = _nearest(search, taken)
+    too_much = size_text(max(0, least.memory - problem.memory))
+    changes = list(_changes(search, progress))
+    progress.end()
+    how = "" if least.is_estimated else "at least "
+    sentence = (
+        f"no plan of {problem.world_size} ranks fits {size_text(problem.memory)} each; the nearest, "
+        f"{plan_words(least.plan)}, takes {how}{size_text(least.memory)}, {too_much} too much"
+    )
+    return NothingFitsError(sentence, [str(refusal) for refusal in why_nothing_fits(search)], list(map(str, changes)))
+
+
+def _no_plan(search: Search) -> str:
+    problem = search.problem
+    reasons = [str(refusal) for refusal in search.refused]
+    reasons += sorted({f"{plan_words(one.plan)}: {one.refused}" for one in search.considered})[:3]
+    return (
+        f"no plan of {problem.world_size} ranks suits a batch of {problem.global_batch} samples and what is fixed "
+        f"({dict(problem.fixed) or 'nothing'}): {'; '.join(reasons[:6]) or 'none is allowed'}"
+    )
+
+
+def _nearest(search: Search, taken: list[CandidateState]) -> CandidateState:
+    """The plan that takes the least memory: an estimated one, unless a few tries give no estimate."""
+    for _ in range(2 * _TRIES_OF_A_CHANGE):
+        nearest = min(taken, key=lambda one: one.memory)
+        if nearest.is_estimated:
+            break
+        with suppress(*REFUSALS):  # without an estimate its bound stays
+            nearest.estimate = search.problem.under(nearest.plan.ep).estimate(nearest.plan)
+    return min(taken, key=lambda one: (not one.is_estimated, one.memory))
+
+
+def _changes(search: Search, progress: Progress) -> Iterator[FittingChange]:
+    """The smallest change of each kind that helps."""
+    for kind in (_smaller_batches, _more_devices, _lower_precision):
+        for words, problem in kind(search.problem):
+            progress.say(f"no plan fits; trying {words}")
+            tried = Search(problem)
+            if problem.fixed.get("precision") == search.problem.fixed.get("precision"):
+                tried = replace(tried, traces=search.traces, facts=search.facts)
+            tried.run(BY_MEMORY, 1, progress, most=_TRIES_OF_A_CHANGE, stop_at_first_fit=True)
+            if tried.found:
+                found = tried.found[0]
+                yield FittingChange(words, plan_words(found.plan), found.memory)
+                break
+
+
+def _smaller_batches(problem: SearchProblem) -> Iterator[tuple[str, SearchProblem]]:
+    batch = problem.global_batch
+    for _ in range(_DOUBLINGS):
+        if batch % 2:
+            return
+        batch //= 2
+        yield f"global_batch={batch}", problem.with_changes(global_batch=batch)
+
+
+def _more_devices(problem: SearchProblem) -> Iterator[tuple[str, SearchProblem]]:
+    fixed = {name: value for name, value in problem.fixed.items() if name not in ("dp_shard", "dp_replicate")}
+    for doubling in range(1, _DOUBLINGS + 1):
+        size = problem.world_size * 2**doubling
+        yield f"world_size={size}", replace(problem, world_size=size, fixed=fixed)
+
+
+def _lower_precision(problem: SearchProblem) -> Iterator[tuple[str, SearchProblem]]:
+    if problem.fixed.get("precision", "fp32") == "fp32":
+        yield "precision=bf16", problem.with_changes(precision="bf16")

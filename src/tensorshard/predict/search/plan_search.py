@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from textwrap import wrap
 
-from tensorshard.common.quantities import seconds_words, size_text
+from tensorshard.common.words import seconds_words, size_text
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import Estimate
 from tensorshard.predict.hardware import Hardware

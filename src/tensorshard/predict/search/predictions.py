@@ -11,9 +11,8 @@ from functools import cache
 from tensorshard.passes.precision import DTYPES
 from tensorshard.pipeline.run.split_backward import may_split_backward
 from tensorshard.plan.plan import Plan
-from tensorshard.predict.caching_allocator import SMALL_SEGMENT
-from tensorshard.predict.operations import BACKWARD, FORWARD, UPDATE, Kernel, Transfer
-from tensorshard.predict.rank_estimate import resident
+from tensorshard.predict.operation_ledger import BACKWARD, FORWARD, UPDATE, Kernel, Transfer
+from tensorshard.predict.rank_estimate import SMALL_SEGMENT, resident
 from tensorshard.predict.search.candidates import Candidate
 from tensorshard.predict.search.model_facts import ModelFacts
 from tensorshard.predict.search.problem import SearchProblem

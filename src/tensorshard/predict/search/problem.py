@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.forked import run_at_once
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import cores_here
 from tensorshard.model.batches import batch_size
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.parallelize.checks import check_arguments
-from tensorshard.parallelize.decisions import Decisions
+from tensorshard.parallelize.part import Decisions
 from tensorshard.plan.field_checks import check_choice, check_int, check_positive, size_in_bytes, unknown_field
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import Estimate, estimate
 from tensorshard.predict.hardware import Hardware, Rates, find_hardware, hardware_here
-from tensorshard.predict.search.extrapolate import KEPT, FewerBlocks, with_all_blocks, without_blocks
+from tensorshard.predict.search.model_facts import KEPT, FewerBlocks, with_all_blocks, without_blocks
 from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.tensor_parallel.verify.model_run import Captures, captures_kept
 from tensorshard.weights.files.pretrained_model import PretrainedModel

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tensorshard.common.quantities import first_line
+from tensorshard.common.words import first_line
 from tensorshard.plan.plan import Plan
-from tensorshard.predict.caching_allocator import LARGE_SEGMENT
 from tensorshard.predict.estimate import REFUSALS, Estimate
+from tensorshard.predict.rank_estimate import LARGE_SEGMENT
 from tensorshard.predict.search.candidates import Candidate, Refusal, candidates
-from tensorshard.predict.search.extrapolate import extrapolate
-from tensorshard.predict.search.model_facts import ModelFacts, model_facts
+from tensorshard.predict.search.model_facts import ModelFacts, extrapolate, model_facts
 from tensorshard.predict.search.predictions import Prediction, Predictions
 from tensorshard.predict.search.problem import SEARCHED, SearchProblem
 from tensorshard.predict.search.traces import (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import REFUSALS
-from tensorshard.predict.operations import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Transfer
+from tensorshard.predict.operation_ledger import BACKWARD, FORWARD, SECTIONS, UPDATE, Kernel, Transfer
 from tensorshard.predict.rank_estimate import (
     ACTIVATIONS,
     CATEGORIES,
@@ -22,7 +22,7 @@ from tensorshard.predict.rank_estimate import (
     TEMPORARIES,
     RankEstimate,
 )
-from tensorshard.predict.search.extrapolate import KEPT, extrapolate
+from tensorshard.predict.search.model_facts import KEPT, extrapolate
 from tensorshard.predict.search.problem import SearchProblem
 from tensorshard.predict.step_time import kernel_time
 

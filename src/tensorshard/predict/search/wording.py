@@ -1,6 +1,6 @@
 """Plans, times and reasons in words."""
 
-from tensorshard.common.quantities import size_text
+from tensorshard.common.words import size_text
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.search.candidates import Refusal

@@ -18,7 +18,7 @@ from torch import nn
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.groups import Group, resolve_group
 from tensorshard.comm.sharding import to_local
-from tensorshard.common.dotted_names import join_names
+from tensorshard.common.words import join_names
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.tensor_parallel.apply.attention import split_attention, use_layer_calls

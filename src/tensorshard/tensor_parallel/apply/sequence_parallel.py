@@ -21,6 +21,7 @@ from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.activation_sharding import ActivationSharding, SequenceSharded
 from tensorshard.layers.split_linear import column_linear, parallel_linear, row_linear
+from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import (
     Forward,
     Role,
@@ -29,7 +30,6 @@ from tensorshard.model.forwards import (
     roles_of,
     wrap_forward,
 )
-from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.tensor_parallel.apply.attention import attention_forward
 from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_lengths

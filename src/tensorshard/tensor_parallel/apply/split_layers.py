@@ -22,8 +22,8 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.layers.activation_sharding import ActivationSharding, Replicated
 from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import column_linear, parallel_linear
+from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
-from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.tensor_parallel.apply.attention import share_heads
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs

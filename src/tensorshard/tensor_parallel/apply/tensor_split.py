@@ -11,7 +11,7 @@ from torch import nn
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.loss.logits.split_logits import split_logits
+from tensorshard.loss.logits.linear_logits import split_logits
 from tensorshard.tensor_parallel.table.layouts import REPLICATED, Layout, join_shards, local_shard, ranges_within
 from tensorshard.torch_private.modules import own_buffers, set_buffer
 

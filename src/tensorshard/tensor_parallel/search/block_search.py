@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.common.dotted_names import is_inside, join_names
-from tensorshard.model.special_layers import find_experts
-from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow
-from tensorshard.tensor_parallel.search.low_rank import low_rank_pairs
+from tensorshard.common.words import is_inside, join_names
+from tensorshard.model.blocks import find_experts
+from tensorshard.tensor_parallel.search.dataflow import Dataflow, Region, follow, low_rank_pairs
 from tensorshard.tensor_parallel.search.proposals import Proposal, expert_styles, proposals, shared_proposals
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
 from tensorshard.tensor_parallel.table.layer_styles import ColwiseGather, Style

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorshard.common.dotted_names import is_inside, join_names
+from tensorshard.common.words import is_inside, join_names
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.tensor_parallel.apply.apply_table import find_layouts, split_shares
 from tensorshard.tensor_parallel.search.block_search import undivided_heads

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import tensorshard
+from tensorshard.common import __version__
 from tensorshard.common.paths import cache_folder
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.apply.apply_table import split_shares
@@ -144,7 +144,7 @@ def model_digest(model: nn.Module, size: int, inputs: Any, sequence_parallel: bo
     """
     digest = hashlib.blake2b(digest_size=16)
     for fact in (
-        (sys.version_info[:2], torch.__version__, tensorshard.__version__, size, sequence_parallel),
+        (sys.version_info[:2], torch.__version__, __version__, size, sequence_parallel),
         tuple(_digest_of_file(path) for path in sorted(_SEARCH.rglob("*.py"))),
         tuple(_code_of(model)),
         describe_module(model),

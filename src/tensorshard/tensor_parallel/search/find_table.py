@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
-from tensorshard.common.dotted_names import join_names
+from tensorshard.common.words import join_names
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.transformers_settings import GenerationCache
 from tensorshard.tensor_parallel.apply.apply_table import split_shares

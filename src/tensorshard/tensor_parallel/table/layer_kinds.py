@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tensorshard.comm.sharding import shard_sizes
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
+from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import own_forward, runs_forward_of
 from tensorshard.model.quantized import holds_quantized
-from tensorshard.model.special_layers import is_transposed
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.tensor_parallel.table.layouts import Layout
 from tensorshard.torch_private.modules import (

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.tensor_parallel.table.layer_kinds import SplittableLayer, as_splittable
 from tensorshard.tensor_parallel.table.layouts import Layout
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.tensor_parallel.table.layer_kinds import channel_layouts, is_multihead_attention, signature_of
 from tensorshard.tensor_parallel.table.layer_styles import (
     Classes,

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from tensorshard.common.dotted_names import join_names
-from tensorshard.common.kinds import kind_of
 from tensorshard.common.paths import read_utf8
+from tensorshard.common.words import join_names, kind_of
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.tensor_parallel.table.layer_styles import Style
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit

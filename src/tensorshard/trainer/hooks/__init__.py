@@ -1,10 +1,9 @@
 """What is done beside training, one small class each."""
 
-from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.hooks.metrics import ExpectationHook, LoggingHook, MemoryHook, TimerHook
-from tensorshard.trainer.hooks.out_of_memory import OutOfMemoryHook
-from tensorshard.trainer.hooks.profiling import MemoryProfileHook, ProfileHook
+from tensorshard.trainer.hooks.profiling import MemoryProfileHook, OutOfMemoryHook, ProfileHook
 from tensorshard.trainer.hooks.schedule import CheckpointHook, EvaluationHook, OptimizerOptionsHook, ScheduleHook
+from tensorshard.trainer.trainer import Hook
 
 __all__ = [
     "CheckpointHook",

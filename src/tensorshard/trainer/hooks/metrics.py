@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tensorshard.common.quantities import size_text
+from tensorshard.common.words import size_text
 from tensorshard.predict import Estimate
 from tensorshard.predict.hardware import save_ratios
-from tensorshard.trainer.hooks.hook import Hook
-from tensorshard.trainer.loggers.logger import Logger
+from tensorshard.trainer.loggers.files import Logger
 from tensorshard.trainer.memory import COMPARED_MEMORY, PeakMemory
-from tensorshard.trainer.step_record import BatchSize, StepRecord
+from tensorshard.trainer.trainer import BatchSize, Hook, StepRecord
 
 if TYPE_CHECKING:
     from tensorshard.trainer.trainer import Trainer

@@ -15,9 +15,8 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.engine.engine import Engine, NonFiniteLossError
 from tensorshard.torch_private.optimizers import set_last_rates
 from tensorshard.trainer.evaluators import Evaluator
-from tensorshard.trainer.hooks.hook import Hook
 from tensorshard.trainer.run_directory import RunDirectory
-from tensorshard.trainer.step_record import StepRecord
+from tensorshard.trainer.trainer import Hook, StepRecord
 
 if TYPE_CHECKING:
     from tensorshard.trainer.trainer import Trainer

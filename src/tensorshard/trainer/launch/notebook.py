@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.host.process_settings import allow_process_settings
 from tensorshard.torch_private import pytree
 from tensorshard.torch_private.process_groups import forget_meshes, forget_world
 from tensorshard.trainer.launch.launch_errors import LaunchError, RankFailedError, how_it_ended
-from tensorshard.trainer.launch.launcher import visible_gpus
-from tensorshard.trainer.launch.local_world import free_port, local_environment
+from tensorshard.trainer.launch.launcher import free_port, local_environment, visible_gpus
 from tensorshard.trainer.launch.worker import die_with_parent
 
 _LAST_WORDS = 0.5  # after the first rank has failed, seconds in which others may report their errors

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorshard.common.terminal import fit, terminal_width
+from tensorshard.common.words import fit, terminal_width
 from tensorshard.host.process_settings import allow_process_settings
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -62,7 +62,7 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: b
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from tensorshard.config.config_error import ConfigError
+    from tensorshard.config.lazy import ConfigError
 
     allow_process_settings()
     refused = _refused_file()

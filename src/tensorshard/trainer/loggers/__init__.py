@@ -1,8 +1,7 @@
 """Where measurements are written: a terminal, ``metrics.jsonl``, TensorBoard, wandb, MLflow, a log file a rank."""
 
 from tensorshard.trainer.loggers.console import AS_IT_IS, ConsoleHandler, PlainLogger, ProgressBarLogger, console_logger
-from tensorshard.trainer.loggers.files import JsonLinesLogger, RankLog, read_metrics
-from tensorshard.trainer.loggers.logger import Logger
+from tensorshard.trainer.loggers.files import JsonLinesLogger, Logger, RankLog, read_metrics
 from tensorshard.trainer.loggers.services import (
     MlflowLogger,
     TensorBoardLogger,

@@ -10,9 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tensorshard.common.quantities import format_count, size_text
-from tensorshard.common.terminal import fit
-from tensorshard.trainer.loggers.logger import Logger
+from tensorshard.common.words import fit, format_count, size_text
+from tensorshard.trainer.loggers.files import Logger
 
 AS_IT_IS = {"as_it_is": True}
 """The ``extra`` of a log record whose lines must not be broken, such as a command to copy."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorshard.common.dotted_names import flat_items
+from tensorshard.common.words import flat_items
 from tensorshard.config import ConfigError
-from tensorshard.config.config_error import suggest
-from tensorshard.trainer.loggers.logger import Logger
+from tensorshard.config.lazy import suggest
+from tensorshard.trainer.loggers.files import Logger
 
 SERVICES = ("tensorboard", "wandb", "mlflow")
 

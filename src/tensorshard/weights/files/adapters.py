@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import kind_of
-from tensorshard.model.buffers import STATISTICS, keeps_statistics
+from tensorshard.common.words import kind_of
+from tensorshard.model.parameters import STATISTICS, keeps_statistics
 from tensorshard.torch_private.modules import own_parameters, set_buffer, set_parameter, without_values
 from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class, weights_folder

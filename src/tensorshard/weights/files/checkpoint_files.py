@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from tensorshard.common.fetched import fetched
-from tensorshard.common.kinds import kind_of
-from tensorshard.common.stores import LocalStore, Store, open_store
+from tensorshard.common.stores import LocalStore, Store, fetched, open_store
+from tensorshard.common.words import kind_of
 from tensorshard.weights.files.manifest import (
     DTYPES,
     MANIFEST,

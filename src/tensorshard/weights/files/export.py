@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorshard.common.folders import WholeFolder
-from tensorshard.common.uploads import UploadedFolder, folder_to_write
+from tensorshard.common.stores import UploadedFolder, folder_to_write
 from tensorshard.plan.field_checks import size_in_bytes
 from tensorshard.weights.files.checkpoint_files import CONFIGS, is_of_transformers, local_configs
 from tensorshard.weights.files.transformers_weights import StoredNames

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorshard.common.kinds import kind_of
 from tensorshard.common.stores import local_or_url
+from tensorshard.common.words import kind_of
 from tensorshard.model.parameters import parameter_aliases
 from tensorshard.weights.files.checkpoint_files import (
     StoredWeights,

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.common.fetched import fetched
-from tensorshard.common.stores import open_store
+from tensorshard.common.stores import fetched, open_store
 from tensorshard.weights.files.checkpoint_files import WeightFile
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")

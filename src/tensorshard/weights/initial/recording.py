@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tensorshard.common.kinds import kind_of
+from tensorshard.common.words import kind_of
 from tensorshard.model.copies import copy_module
 from tensorshard.model.state_places import host_random_restored
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
