@@ -11,7 +11,7 @@ from benchmarks.harness.memory_group import limited_memory
 from benchmarks.harness.ranks import RankError
 from benchmarks.workload import OPTIMIZER, Workload, loss_fn
 from tensorshard.predict.hardware import Hardware
-from tensorshard.predict.search.wording import plan_words
+from tensorshard.predict.search.plan_search import plan_words
 
 WORLD = 2
 MODEL = Workload("57M", num_layers=8, num_heads=12, width=768, vocab_size=512, context_length=128, batch_size=8)

@@ -13,7 +13,7 @@ from benchmarks.harness.jobs import run_job
 from benchmarks.harness.planner_models import MODELS, SAMPLES, batch, build
 from benchmarks.models.case import Case
 from tensorshard.predict.hardware import Hardware
-from tensorshard.predict.search.wording import plan_words
+from tensorshard.predict.search.plan_search import plan_words
 
 WORLD = 4
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)

@@ -158,7 +158,7 @@ def _search(scale: Scale) -> ScaleFinding:
     import time
 
     import tensorshard as ts
-    from tensorshard.predict.search.wording import plan_words
+    from tensorshard.predict.search.plan_search import plan_words
 
     inputs, targets = scale.batch()
     given = dict(optimizer=scale.optimizer, loss_fn=scale.loss, hardware=scale.device)

@@ -66,7 +66,7 @@ def test_a_signal_that_reaches_one_rank_stops_all_at_the_same_step(ranks: RankPo
 
 _STUBBORN = """
 import signal, time
-from tensorshard.trainer.interruption import StopRequest
+from tensorshard.trainer.trainer import StopRequest
 with StopRequest() as stop:
     print("ready", flush=True)
     while True:

@@ -9,7 +9,7 @@ Every send and receive carries a tag made of what the call is for and of its siz
 never meet: Gloo ends the process where a message is larger than the room for it. They wait instead, until the group's
 timeout, and then say what they were.
 
-Collectives on several tensors at once.
+Also here: collectives on several tensors at once.
 
 On NCCL they are one call: one kernel, one wait in its queue. On Gloo, which moves no byte sooner for that, they are one
 call a tensor, so that no tensor has to be copied into a message.

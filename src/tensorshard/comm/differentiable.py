@@ -19,7 +19,7 @@ Dimensions are cut as :mod:`tensorshard.comm.sharding` says, evenly or not. ``gr
 group or a one-dimensional mesh; by default the model-parallel group of
 :func:`tensorshard.distributed.init_process_group`.
 
-Whether torch's ``DistributedDataParallel`` will average a gradient that ranks of a group are to add up.
+Also here: whether torch's ``DistributedDataParallel`` will average a gradient that ranks of a group are to add up.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ Consecutive ranks form a model-parallel group; the ranks at the same place of ea
 data-parallel group. With 4 processes and groups of 2: model-parallel {0, 1} and {2, 3}, data-parallel {0, 2}
 and {1, 3}.
 
-Checks, before each collective, that all ranks of a group are about to call the same one.
+Also here: the check, before each collective, that all ranks of a group are about to call the same one.
 """
 
 from collections.abc import Callable

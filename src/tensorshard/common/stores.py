@@ -3,9 +3,9 @@
 Object stores are reached through fsspec, which torch brings. They have no rename and no folders: a file there is whole
 or absent once it is closed, and a set of files is what one last file says it is.
 
-Copies of files of an object store on this machine's disk, for what maps files into memory.
+Also here: copies of files of an object store on this machine's disk, for what maps files into memory.
 
-Folders that are written on this machine's disk, and then copied to an object store.
+Also here: folders that are written on this machine's disk, and then copied to an object store.
 """
 
 import atexit

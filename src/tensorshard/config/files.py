@@ -1,6 +1,6 @@
 """Reads configs (Python files, or the YAML of an earlier run), and writes them so that they can be read again.
 
-The calls that a YAML config may make: a file from a stranger must not be able to run any function it names.
+Also here: the calls that a YAML config may make: a file from a stranger must not be able to run any function it names.
 
 A Python config is code itself, and is trusted.
 """

@@ -22,7 +22,7 @@ from tensorshard.context_parallel.context_group import (
 from tensorshard.context_parallel.dispatch import compute_whole
 from tensorshard.context_parallel.layouts import shares
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
-from tensorshard.layers.activation_sharding import SequenceSharded
+from tensorshard.layers.split_linear import SequenceSharded
 from tensorshard.model.reachable_state import is_foreign
 from tensorshard.torch_private.recomputation import (
     IDENTITIES,

@@ -1,6 +1,6 @@
 """The ranks that share one sequence, seen from one of them.
 
-Which context-parallel group a thread works for, and what of torch is replaced meanwhile.
+Also here: which context-parallel group a thread works for, and what of torch is replaced meanwhile.
 
 A replacement is in place while any thread works for a group; it asks :func:`active` which one its own thread works for,
 and does what torch does where that is none.

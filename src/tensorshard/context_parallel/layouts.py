@@ -1,6 +1,6 @@
 """Layouts of sequences, and what becomes of a layout when the dimension is sliced, joined, flattened or split.
 
-Which positions of a sequence each rank holds: any partition, kept as runs of neighbouring positions.
+Also here: which positions of a sequence each rank holds: any partition, kept as runs of neighbouring positions.
 """
 
 import hashlib

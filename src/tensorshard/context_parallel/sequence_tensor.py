@@ -8,7 +8,7 @@ Gradients: each rank's graph is one summand of the whole gradient. The gradient 
 is a partial sum over the ranks; that of a sequence tensor is complete for its positions. The caller seeds a plain loss
 with 1/N, and sums the gradients of the parameters.
 
-Results that are views in torch and copies here, and writes through them.
+Also here: results that are views in torch and copies here, and writes through them.
 
 A slice of a sequence tensor mostly shares its memory, and a write reaches the whole. Two kinds of results do not: plain
 tensors, which were fetched, and parts whose positions had to be moved. Writes to the former are carried over when the

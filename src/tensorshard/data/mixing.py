@@ -1,6 +1,6 @@
 """Several datasets as one, in given shares.
 
-Streams that say where they stand, and those that must be read again.
+Also here: streams that say where they stand, and those that must be read again.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The order of the data: a function of (seed, epoch, index), never of the number of ranks.
 
-The samples of one batch, dealt so that ranks finish together.
+Also here: the samples of one batch, dealt so that ranks finish together.
 """
 
 from collections.abc import Callable, Iterator, Sequence

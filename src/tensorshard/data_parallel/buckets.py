@@ -1,6 +1,6 @@
 """Replicated parameters in buckets, whose gradients are reduced and whose updates are gathered together.
 
-The averaging of one bucket's gradients over the data ranks.
+Also here: the averaging of one bucket's gradients over the data ranks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

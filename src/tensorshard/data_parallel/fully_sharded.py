@@ -1,6 +1,6 @@
 """ZeRO 3: parameters are sharded too, and gathered unit by unit for forward and backward. On PyTorch's FSDP2.
 
-Sharding units: which modules' parameters are gathered and reduced together.
+Also here: sharding units: which modules' parameters are gathered and reduced together.
 """
 
 import sys

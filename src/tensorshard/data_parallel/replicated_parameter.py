@@ -1,6 +1,6 @@
 """A parameter that every rank holds in full, and of which each rank may update a shard.
 
-The ranks over which a parameter's gradients are summed, and those over which its state is sharded.
+Also here: the ranks over which a parameter's gradients are summed, and those over which its state is sharded.
 """
 
 import operator

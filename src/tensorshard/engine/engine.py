@@ -23,8 +23,7 @@ from tensorshard.engine.gradients import (
 )
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
 from tensorshard.engine.guards.coupled_samples import CoupledSamples, check_independent_samples
-from tensorshard.engine.guards.foreign_optimizers import mark_trained
-from tensorshard.engine.guards.module_changes import ModuleChanges
+from tensorshard.engine.guards.foreign_optimizers import ModuleChanges, mark_trained
 from tensorshard.engine.guards.own_collectives import OwnCollectives, explained
 from tensorshard.engine.guards.replay import compare_repeated
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts

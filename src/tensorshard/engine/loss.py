@@ -1,6 +1,6 @@
 """The loss of a step: what the loss function returned, summed and counted over micro-batches and data ranks.
 
-``ts.model_loss``: the loss that the model itself has computed, as models of transformers do of their labels.
+Also here: ``ts.model_loss``: the loss that the model itself has computed, as models of transformers do of their labels.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Forwards that the Engine runs have all of this from the Engine's own calls.
 
-Backwards through a model's output that its Engine did not start: which of them reach the model's parameters.
+Also here: backwards through a model's output that its Engine did not start: which of them reach the model's parameters.
 
 A generator's loss goes back through a critic, and an attack differentiates by the inputs. Neither trains the model
 that it goes through.

@@ -19,7 +19,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import methods_beside_step
 from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
-from tensorshard.engine.guards.module_changes import ModuleChanges
+from tensorshard.engine.guards.foreign_optimizers import ModuleChanges
 from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.guards.uneven_means import UnevenMeans
 from tensorshard.engine.loss import GlobalLoss, LossTally, check_has_gradient, sum_and_count

@@ -1,6 +1,6 @@
 """What every data rank has of its own, put together: outputs, means, and metrics over a loader.
 
-The samples of all data ranks, for losses that compare samples with each other.
+Also here: the samples of all data ranks, for losses that compare samples with each other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -9,6 +9,8 @@ gradients are those of the whole module.
 Where the module draws random numbers, both runs draw the same ones on all ranks of a group, from a seed that they
 share. Each call of an expert, also of one that another rank has, takes a seed from these, from which it draws. The
 global stream moves on by one number alone.
+
+Also here: what checks by numbers share: values, gradients, and comparison.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,31 +18,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
-
 from tensorshard.comm.collectives import broadcast_
 from tensorshard.comm.world import world
 from tensorshard.common.words import is_inside, join_names
-from tensorshard.expert_parallel.checks import (
-    MODEL_ERRORS,
-    check_equal_parts,
-    first_difference,
-    gradients_of,
-    random_values,
-)
 from tensorshard.expert_parallel.exchange import exchange_counts, exchange_rows
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
+import math
 
 _MANY_TOKENS, _SOME_TOKENS = 300, 11  # in checks; the first exceed what an expert may take at most, if it is limited
 _DRAWS = {"bernoulli", "rand", "randn", "uniform", "normal", "exponential"}  # operators; also as "_" and "_like"
 _LARGE = 1 << 26  # elements of a module outside of all blocks that is not tried, as it may be the model's main part
+MODEL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+"""What code raises that is called in a way that it does not expect."""
+
+_TOLERANCE = 1e-4
+_LARGE_PARAMETER = 1 << 22  # elements; larger parameters are checked with values that repeat, and without their own gradients
 
 
 @dataclass(frozen=True)
@@ -400,3 +399,55 @@ class _EqualDraws(TorchDispatchMode):
         if name in _DRAWS and isinstance(result, torch.Tensor) and result.is_floating_point():
             result.fill_(self._value)
         return result
+
+
+def check_equal_parts(name: str, module: nn.Module, experts: int, ranks: int) -> None:
+    """Refuses experts of which ranks would have different numbers.
+
+    Raises:
+        ValueError: `experts` are no multiple of `ranks`.
+    """
+    if experts % ranks:
+        ways = [str(n) for n in range(2, experts + 1) if experts % n == 0]
+        raise ValueError(
+            f"ep={ranks} was given, but the experts of {name!r} ({type(module).__name__}) cannot be split over {ranks} "
+            f"ranks: there are {experts}, which are not equal parts; ep can be {', '.join(ways)}"
+        )
+
+
+def random_values(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Values of a parameter on the meta device; large ones repeat and take no memory."""
+    fan_in = parameter.shape[-1] if parameter.dim() else 1
+    if parameter.numel() <= _LARGE_PARAMETER:
+        values = torch.randn(parameter.shape, generator=random) / math.sqrt(fan_in)
+        return values.requires_grad_()
+    kept = max(1, parameter.dim() - 1)
+    rows = torch.randn(*parameter.shape[:kept], *(1 for _ in parameter.shape[kept:]), generator=random)
+    return (rows / fan_in).expand(parameter.shape)
+
+
+def gradients_of(output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients by `leaves` of a sum of the elements of `output`, each with another weight."""
+    upstream = torch.linspace(-1, 1, output.numel()).view(output.shape).cos()
+    return list(torch.autograd.grad(output, list(leaves), upstream, allow_unused=True, materialize_grads=True))
+
+
+def first_difference(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> int | None:
+    """The index of the first of `results` that is not as `expected`; None if all are."""
+    for index, (one, other) in enumerate(zip(results, expected, strict=True)):
+        scale = max(1e-3, other.abs().max().item()) if other.numel() else 1.0
+        if not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE * scale):
+            return index
+    return None
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Within this, `module` is in evaluation mode."""
+    modes = {inner: inner.training for inner in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner, training in modes.items():
+            inner.training = training

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from tensorshard.expert_parallel.checks import (
+from tensorshard.expert_parallel.listed_experts import (
     MODEL_ERRORS,
     check_equal_parts,
     evaluating,

@@ -1,6 +1,7 @@
 """Modules that hold all experts of a mixture in parameters [experts, ...], however they are called.
 
-Stacked experts whose tokens come sorted by expert, the same number for each, as where all experts see all tokens.
+Also here: stacked experts whose tokens come sorted by expert, the same number for each, as where all experts see all
+tokens.
 """
 
 import inspect

@@ -5,7 +5,6 @@ is plain data: no torch, no Plan.
 """
 
 from tensorshard.foreign_configs.export import PROGRAMS, export
-from tensorshard.foreign_configs.outcome import Ledger
-from tensorshard.foreign_configs.sources import SOURCES, read_config, read_file
+from tensorshard.foreign_configs.sources import SOURCES, Ledger, read_config, read_file
 
 __all__ = ["PROGRAMS", "SOURCES", "Ledger", "export", "read_config", "read_file"]

@@ -10,7 +10,7 @@ classes (the idea of Megatron-LM's vocabulary-parallel cross entropy, with one e
 gradient follow from them without further communication. The formulas are the same where all logits are held
 (:mod:`split_cross_entropy`) and where they are made a tile at a time (:mod:`tensorshard.loss.two_passes`).
 
-Margins for recognition: the target's cosine is made smaller, so that training has to make it larger.
+Also here: margins for recognition: the target's cosine is made smaller, so that training has to make it larger.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Finds a model's blocks. Sharding units, recomputation and compilation all use the same blocks.
 
-Recognizes layers of unusual form: transposed linear layers, and experts stacked into parameters [experts, ...].
+Also here: layers of unusual form: transposed linear layers, and experts stacked into parameters [experts,
+...].
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """Where a model without context parallelism has its sequences: whole, on every rank.
 
-Which dimension of an input is its sequence.
+Also here: which dimension of an input is its sequence.
 """
 
 import logging

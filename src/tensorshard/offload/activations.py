@@ -7,7 +7,7 @@ is made when the tensor is kept, so later in-place changes do not reach it.
 The memory of a kept tensor is freed when forward no longer refers to it. The tensor that replaces it in backward is
 freed when the last operation that needs it has run.
 
-Space for activations: host memory as long as its budget lasts, then a scratch file that grows.
+Also here: space for activations: host memory as long as its budget lasts, then a scratch file that grows.
 """
 
 from bisect import bisect_left, insort

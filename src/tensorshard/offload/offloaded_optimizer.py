@@ -1,6 +1,6 @@
 """An optimizer whose states are in host memory or on disk, and are updated in the host's cache, a tile at a time.
 
-Gradients in host memory or on disk, from the end of their reduction to the update.
+Also here: gradients in host memory or on disk, from the end of their reduction to the update.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

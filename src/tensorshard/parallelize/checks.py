@@ -1,6 +1,7 @@
 """Checks the arguments of ``parallelize`` and that a model suits a plan, before anything is allocated.
 
-Models with parallel layers that were built by hand, under a Plan: their groups are its tensor-parallel ranks.
+Also here: models with parallel layers that were built by hand, under a Plan: their groups are its tensor-parallel
+ranks.
 
 Such layers call their collectives themselves. So nothing is searched for, and no forward is replaced. The Plan only
 needs to know how their parameters are split: for ZeRO, the norm of the gradients, and checkpoints.

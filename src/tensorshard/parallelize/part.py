@@ -1,6 +1,6 @@
 """What passes are applied to, and what they all depend on.
 
-The decisions of one rank about a model and a plan, for another rank of the same plan in the same process.
+Also here: the decisions of one rank about a model and a plan, for another rank of the same plan in the same process.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -4,7 +4,7 @@ A module's own forward runs. While it does, the function ``batch_norm`` that it 
 samples of all data ranks. The formulas are those of Ioffe & Szegedy 2015. Statistics take two passes (mean, then the
 squared distance from it), because one pass cancels badly in fp32.
 
-Which batch normalizations can be synchronized exactly: their calls of ``batch_norm``, seen on a few samples.
+Also here: which batch normalizations can be synchronized exactly: their calls of ``batch_norm``, seen on a few samples.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """Mixed precision: the type of computation, and what stays in fp32 with any type (Micikevicius et al. 2018).
 
-Code that mixes 16-bit parameters or activations with fp32 buffers, where torch's functions want one type.
+Also here: code that mixes 16-bit parameters or activations with fp32 buffers, where torch's functions want one type.
 
 Under a 16-bit precision parameters are 16 bits wide and buffers are not. Arithmetic, products and attention take both.
 Some functions do not: norms, ``lerp``, writing by an index; and products where the code switches autocast off, as

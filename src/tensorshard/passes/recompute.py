@@ -1,6 +1,7 @@
 """Recomputation (activation checkpointing) of a model's blocks (Chen et al. 2016).
 
-What selective recomputation caches: results of the operations with the most arithmetic for each byte of result.
+Also here: what selective recomputation caches: results of the operations with the most arithmetic for each byte of
+result.
 
 torch's own ``create_selective_checkpoint_contexts`` refuses a block that changes such a result in place. It does not
 notice a change through ``unsafe_chunk``, which recurrent layers use, and then gradients are wrong. Here a result that

@@ -1,6 +1,6 @@
 """A ledger of operations: what a step computes and what it sends, on real tensors or on fake ones.
 
-What a rank's step consists of: kernels and transfers with their counts, on any hardware.
+Also here: what a rank's step consists of: kernels and transfers with their counts, on any hardware.
 """
 
 from collections import Counter

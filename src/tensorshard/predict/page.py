@@ -1,6 +1,6 @@
 """The page of an estimate, of measured memory, or of both side by side: one HTML file that needs nothing else.
 
-Charts of memory as SVG, for the page of an estimate. The page's CSS classes give the colours.
+Also here: charts of memory as SVG, for the page of an estimate. The page's CSS classes give the colours.
 """
 
 import html

@@ -1,6 +1,6 @@
 """What one rank's step takes: the peak of its ledger, what that is made of, and how it changes over the step.
 
-torch's caching allocator for CUDA, as far as it decides how much memory is reserved.
+Also here: torch's caching allocator for CUDA, as far as it decides how much memory is reserved.
 
 The rules are those of torch's documentation. Sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from
 segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger ones from segments of their own, in steps of

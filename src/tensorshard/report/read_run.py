@@ -1,6 +1,6 @@
 """Reads the files that a run has written so far. It runs nothing, and changes nothing.
 
-One measurement over the steps of a run, and its summary for a chart with fewer columns than steps.
+Also here: one measurement over the steps of a run, and its summary for a chart with fewer columns than steps.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The page of one run or of several side by side: one HTML file that needs nothing else.
 
-Charts of a run, as SVG: lines over steps, and bars of ranks.
+Also here: charts of a run, as SVG: lines over steps, and bars of ranks.
 """
 
 import math

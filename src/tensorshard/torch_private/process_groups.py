@@ -1,6 +1,6 @@
 """Custom process groups, the settings of a group, and what ``DistributedDataParallel`` averages and leaves alone.
 
-Whether a thread waits for other ranks, by the line that it is in.
+Also here: whether a thread waits for other ranks, by the line that it is in.
 """
 
 import linecache

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from tensorshard.common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
     from tensorshard.trainer.hooks import (
         CheckpointHook,
         EvaluationHook,
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
         ScheduleHook,
         TimerHook,
     )
-    from tensorshard.trainer.interruption import StopRequest
+    from tensorshard.trainer.hooks.schedule import Evaluator, LossEvaluator, MetricEvaluator
     from tensorshard.trainer.memory import PeakMemory
     from tensorshard.trainer.run_directory import RunDirectory
     from tensorshard.trainer.schedulers import constant, warmup_cosine, warmup_decay, warmup_linear
-    from tensorshard.trainer.trainer import Trainer
+    from tensorshard.trainer.trainer import StopRequest, Trainer
 
 __all__ = [
     "CheckpointHook",
@@ -52,18 +51,18 @@ __getattr__ = lazy_imports(
     {
         "CheckpointHook": "tensorshard.trainer.hooks",
         "EvaluationHook": "tensorshard.trainer.hooks",
-        "Evaluator": "tensorshard.trainer.evaluators",
+        "Evaluator": "tensorshard.trainer.hooks.schedule",
         "Hook": "tensorshard.trainer.hooks",
         "LoggingHook": "tensorshard.trainer.hooks",
-        "LossEvaluator": "tensorshard.trainer.evaluators",
+        "LossEvaluator": "tensorshard.trainer.hooks.schedule",
         "MemoryHook": "tensorshard.trainer.hooks",
-        "MetricEvaluator": "tensorshard.trainer.evaluators",
+        "MetricEvaluator": "tensorshard.trainer.hooks.schedule",
         "OptimizerOptionsHook": "tensorshard.trainer.hooks",
         "PeakMemory": "tensorshard.trainer.memory",
         "ProfileHook": "tensorshard.trainer.hooks",
         "RunDirectory": "tensorshard.trainer.run_directory",
         "ScheduleHook": "tensorshard.trainer.hooks",
-        "StopRequest": "tensorshard.trainer.interruption",
+        "StopRequest": "tensorshard.trainer.trainer",
         "TimerHook": "tensorshard.trainer.hooks",
         "Trainer": "tensorshard.trainer.trainer",
         "constant": "tensorshard.trainer.schedulers",

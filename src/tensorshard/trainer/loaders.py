@@ -15,7 +15,7 @@ from tensorshard.data import ShardedBatchSampler
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.loader import is_stream
 from tensorshard.plan.mesh import Mesh
-from tensorshard.trainer.interruption import ignore_stop_signals
+from tensorshard.trainer.trainer import ignore_stop_signals
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A run, from its config to its summary: what every worker of ``tensorshard train`` executes.
 
-Loads the newest checkpoint of a run that is not damaged, the same one on every rank.
+Also here: loading the newest checkpoint of a run that is not damaged, the same one on every rank.
 """
 
 import logging
@@ -34,7 +34,6 @@ from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate
 from tensorshard.trainer import loggers
-from tensorshard.trainer.evaluators import Evaluator, LossEvaluator, MetricEvaluator
 from tensorshard.trainer.hooks import (
     CheckpointHook,
     EvaluationHook,
@@ -49,8 +48,8 @@ from tensorshard.trainer.hooks import (
     ScheduleHook,
     TimerHook,
 )
+from tensorshard.trainer.hooks.schedule import Evaluator, LossEvaluator, MetricEvaluator
 from tensorshard.trainer.initial_model import initial_model
-from tensorshard.trainer.interruption import StopRequest
 from tensorshard.trainer.launch.worker import end_process
 from tensorshard.trainer.loaders import Collate, evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
@@ -60,7 +59,7 @@ from tensorshard.trainer.run_directory import RunDirectory, Session, write_sessi
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, begun_anywhere, find_start, note_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text
-from tensorshard.trainer.trainer import Trainer
+from tensorshard.trainer.trainer import StopRequest, Trainer
 from tensorshard.weights.files.manifest import DamagedCheckpointError
 
 logger = logging.getLogger("tensorshard")

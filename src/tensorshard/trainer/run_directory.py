@@ -1,6 +1,6 @@
 """Where a run writes: the layout of its directory.
 
-What is known of a run before its first step, kept for a report: ``sessions.jsonl`` in the run's directory.
+Also here: what is known of a run before its first step, kept for a report: ``sessions.jsonl`` in the run's directory.
 """
 
 import itertools

@@ -4,7 +4,7 @@ A config names its sizes as it likes. The names that most configs use are known 
 divided by one number, so that sizes which were equal, or multiples of each other, still are. Whether a model can be
 made of such a config, and run, is for the caller to find out.
 
-Which of a model's equal blocks a small copy of it keeps, and the model without the others.
+Also here: which of a model's equal blocks a small copy of it keeps, and the model without the others.
 """
 
 import copy

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 import tensorshard as ts
-from tensorshard.predict.search.wording import plan_words
+from tensorshard.predict.search.plan_search import plan_words
 
 
 @pytest.mark.parametrize(

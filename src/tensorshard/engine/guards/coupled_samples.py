@@ -4,7 +4,8 @@ A Plan divides the batch over the data ranks and into micro-batches, and each wo
 alone. The first forward in training notes functions that reduce a tensor over its samples. If there are any, the model
 runs twice in evaluation before the first update: on the batch as it is, and with the same samples dealt otherwise.
 
-Whether a loss treats each sample by itself, so that it does not depend on how samples are dealt to the ranks.
+Also here: whether a loss treats each sample by itself, so that it does not depend on how samples are dealt to the
+ranks.
 
 A Plan splits the batch: each data rank computes the loss of its own samples, one micro-batch at a time. The mean of
 these is the loss of the whole batch only if no sample's loss depends on other samples. A contrastive loss, or the
@@ -26,7 +27,7 @@ from tensorshard.model.batches import batch_size
 from tensorshard.model.call_stack import users_line
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.reductions import NotedStatistics
+from tensorshard.model.provenance import NotedStatistics
 from tensorshard.model.state_before_call import StateBeforeCalls
 from tensorshard.model.state_places import host_random_restored
 from tensorshard.model.tensors import map_tensors, tensor_leaves

@@ -3,7 +3,7 @@
 Codebooks that sum over all ranks what their batch adds to them are an example. Tensor-parallel ranks have the same
 samples, which would count several times; of a pipeline one stage alone would make the call, and wait for ever.
 
-Errors of torch's own collectives and sharded tensors, said in the Engine's terms.
+Also here: errors of torch's own collectives and sharded tensors, said in the Engine's terms.
 """
 
 import sys

@@ -3,7 +3,7 @@ as that of the tokens that are not padding; and whether data ranks have the same
 
 The Engine weighs the mean of each part of a batch by its samples. Of such a loss it should weigh by that number.
 
-Finds ranks with different batches, among ranks that compute the same samples together.
+Also here: a guard that finds ranks with different batches, among ranks that compute the same samples together.
 
 Those are the ranks that differ only along pp, cp or tp. With different batches they would train on one rank's samples
 and another rank's targets, or on halves of different samples.

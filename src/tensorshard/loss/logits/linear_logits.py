@@ -1,7 +1,7 @@
 """The logits of a linear layer, represented by its input and weight, and what can be computed of them a tile at a
 time.
 
-Logits of which each rank has a shard of the classes: deferred logits that a cross entropy takes as they are.
+Also here: logits of which each rank has a shard of the classes: deferred logits that a cross entropy takes as they are.
 """
 
 from collections.abc import Callable, Sequence

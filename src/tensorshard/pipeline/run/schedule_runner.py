@@ -1,6 +1,6 @@
 """One step of a pipeline: all micro-batches through this rank's stages, as a schedule orders them.
 
-torch.distributed.pipelining's schedules: building one, and the actions of each rank in order.
+Also here: torch.distributed.pipelining's schedules: building one, and the actions of each rank in order.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from tensorshard.pipeline.cut import Cut
 from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.stage_skeleton import Removed, put_placeholders, skeleton
 from tensorshard.pipeline.trace.call_graph import Leaf
-from tensorshard.pipeline.trace.derivatives import DetachedAlias
+from tensorshard.pipeline.trace.unit_sources import DetachedAlias
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks, own_parameters
 from tensorshard.torch_private.pytree import tree_map_only

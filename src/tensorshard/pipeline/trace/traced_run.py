@@ -16,8 +16,13 @@ from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_states
 from tensorshard.model.tensors import TensorSpec, map_tensors, storage_key, take_apart, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, UnitCall
-from tensorshard.pipeline.trace.derivatives import DetachedAlias, UncuttableError, check_differentiable
-from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
+from tensorshard.pipeline.trace.unit_sources import (
+    DetachedAlias,
+    UncuttableError,
+    UnitSources,
+    check_differentiable,
+    reads_of,
+)
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import (
     FakeTensorMode,

@@ -20,9 +20,8 @@ from tensorshard.model.parameters import parameter_aliases
 from tensorshard.model.state_places import host_random_restored
 from tensorshard.model.tensors import take_apart, tensors_within
 from tensorshard.pipeline.trace.call_graph import CallGraph
-from tensorshard.pipeline.trace.derivatives import WithoutDerivatives
 from tensorshard.pipeline.trace.traced_run import TracedRun, UncuttableError
-from tensorshard.pipeline.trace.unit_sources import UnitSources, reads_of
+from tensorshard.pipeline.trace.unit_sources import UnitSources, WithoutDerivatives, reads_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES

@@ -1,8 +1,8 @@
 """`find_plans`: the best plans for a model and some hardware, and why.
 
-The best plan for the world that this process is in: rank 0 searches for it, and all ranks take it.
+Also here: the best plan for the world that this process is in: rank 0 searches for it, and all ranks take it.
 
-The error of a search in which no plan fits: by how much, and the smallest changes with which one fits.
+Also here: the error of a search in which no plan fits: by how much, and the smallest changes with which one fits.
 """
 
 import warnings
@@ -30,10 +30,16 @@ from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import REFUSALS
 from tensorshard.predict.hardware import Hardware, hardware_here
 from tensorshard.predict.search.model_facts import model_facts
-from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
+from tensorshard.predict.search.plan_search import (
+    FoundPlan,
+    PlanSearch,
+    found_reasons,
+    plan_words,
+    rejections,
+    why_nothing_fits,
+)
 from tensorshard.predict.search.problem import SearchProblem, check_objective, fixed_fields, make_problem
 from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, CandidateState, Key, Progress, Search
-from tensorshard.predict.search.wording import found_reasons, plan_words, rejections, why_nothing_fits
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.weights.files.pretrained_model import without_files
 

@@ -19,8 +19,13 @@ from torch.autograd import Function
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm import primitives
 from tensorshard.comm.sharding import shard_range, to_local
-from tensorshard.layers.activation_sharding import ActivationSharding, SequenceSharded
-from tensorshard.layers.split_linear import column_linear, parallel_linear, row_linear
+from tensorshard.layers.split_linear import (
+    ActivationSharding,
+    SequenceSharded,
+    column_linear,
+    parallel_linear,
+    row_linear,
+)
 from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import (
     Forward,

@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import to_local
-from tensorshard.layers.activation_sharding import ActivationSharding, Replicated
 from tensorshard.layers.split_embedding import parallel_embedding
-from tensorshard.layers.split_linear import column_linear, parallel_linear
+from tensorshard.layers.split_linear import ActivationSharding, Replicated, column_linear, parallel_linear
 from tensorshard.model.blocks import is_transposed
 from tensorshard.model.forwards import Forward, Role, replace_forward, wrap_forward
 from tensorshard.model.trains_itself import TrainsItself

@@ -13,7 +13,8 @@ A parameter stays one object with this rank's part in memory. What a function ge
 
 Hooks that are registered on modules after ``parallelize`` are such code, too. Earlier ones belong to what was verified.
 
-One parameter that is split over tensor-parallel ranks, or sharded as well, and what functions do with it whole.
+Also here: one parameter that is split over tensor-parallel ranks, or sharded as well, and what functions do with it
+whole.
 """
 
 import sys

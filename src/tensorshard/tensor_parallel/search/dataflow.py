@@ -4,7 +4,8 @@ A value comes from a linear layer or convolution if it was computed from that la
 comes from others, that layer may be a row layer, and the others are its columns. The output of a row layer is full
 again, and counts as coming from none.
 
-Pairs of narrow layers beside a linear layer, as LoRA adds them: y = W x + B A x, with A: in -> r and B: r -> out.
+Also here: pairs of narrow layers beside a linear layer, as LoRA adds them: y = W x + B A x, with A: in -> r and B: r ->
+out.
 """
 
 import copy

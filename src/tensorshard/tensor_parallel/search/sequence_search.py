@@ -3,7 +3,7 @@
 As for the table, ways are proposed from the flow of the data. A way is right if the block computes the same numbers on
 simulated ranks as on one device, forward and backward.
 
-Where a block's stream of positions goes, found by running a fake copy of it.
+Also here: where a block's stream of positions goes, found by running a fake copy of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

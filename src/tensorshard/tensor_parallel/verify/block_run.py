@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from tensorshard.model.fake_copies import mixed_mask
 from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.provenance import SOFTMAXES, STATISTICS, NotedStatistics
 from tensorshard.model.reachable_state import draws_on_host
-from tensorshard.model.reductions import SOFTMAXES, STATISTICS, NotedStatistics
 from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.table.layouts import Layout, local_shard

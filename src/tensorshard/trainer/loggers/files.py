@@ -1,6 +1,6 @@
 """Loggers that write files: one line of JSON a step, and each rank's log.
 
-Somewhere to write measurements.
+Also here: the base class of all loggers.
 """
 
 import json
