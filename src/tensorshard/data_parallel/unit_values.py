@@ -4,7 +4,7 @@ FSDP2 drops the gathered copies and keeps the shards. So writes to the copies ar
 copies of shards that were written since are gathered again; and tensors that ``torch.func.functional_call`` puts in the
 place of parameters stay there.
 
-Also here: the comparison over the data ranks of what user code has written to parameters. It must be the same on all of them.
+Also here: the comparison over the data ranks of what user code has written to parameters. It must be the same on all.
 """
 
 from collections.abc import Mapping, Sequence

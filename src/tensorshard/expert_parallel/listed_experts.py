@@ -39,7 +39,7 @@ MODEL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError,
 """What code raises that is called in a way that it does not expect."""
 
 _TOLERANCE = 1e-4
-_LARGE_PARAMETER = 1 << 22  # elements; larger parameters are checked with values that repeat, and without their own gradients
+_LARGE_PARAMETER = 1 << 22  # elements; larger ones are checked with values that repeat, and without their own gradients
 
 
 @dataclass(frozen=True)
