@@ -13,15 +13,18 @@ global stream moves on by one number alone.
 Also here: what checks by numbers share: values, gradients, and comparison.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
+
 from tensorshard.comm.collectives import broadcast_
 from tensorshard.comm.world import world
 from tensorshard.common.words import is_inside, join_names
@@ -30,7 +33,6 @@ from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
-import math
 
 _MANY_TOKENS, _SOME_TOKENS = 300, 11  # in checks; the first exceed what an expert may take at most, if it is limited
 _DRAWS = {"bernoulli", "rand", "randn", "uniform", "normal", "exponential"}  # operators; also as "_" and "_like"

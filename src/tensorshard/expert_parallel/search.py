@@ -14,13 +14,14 @@ from torch.func import functional_call
 
 from tensorshard.expert_parallel.listed_experts import (
     MODEL_ERRORS,
+    ListedExperts,
     check_equal_parts,
     evaluating,
+    find_lists,
     first_difference,
     gradients_of,
     random_values,
 )
-from tensorshard.expert_parallel.listed_experts import ListedExperts, find_lists
 from tensorshard.expert_parallel.routed_experts import RoutedCall
 from tensorshard.expert_parallel.stacked_experts import SortedCall, StackedExperts
 from tensorshard.model.blocks import find_experts

@@ -1,6 +1,7 @@
 """Starts the workers of a run on this machine through torchrun's elastic agent, and ends when they end.
 
-Also here: a rendezvous for the workers of one machine. They meet in a file, and their connections stay on the loopback interface.
+Also here: a rendezvous for the workers of one machine. They meet in a file, and connections stay on the loopback
+interface.
 
 torchrun's rendezvous serves a store to all networks of the machine, without a password, and unpickles what it finds
 there. A single machine needs no rendezvous with others. So the agent keeps its store in its own memory, and the workers
