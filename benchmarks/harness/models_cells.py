@@ -34,7 +34,7 @@ _PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "tensorshard",
-    "tensorshard.parallelize.parallelize",
+    "tensorshard.parallelize.build",
     "benchmarks.harness.models_rank",
     "benchmarks.models.imports",
 ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensorshard.engine.loss import model_loss
     from tensorshard.engine.loss_terms import LossTerm
     from tensorshard.engine.measures import gather_samples
-    from tensorshard.parallelize.parallelize import parallelize, parallelize_frozen
+    from tensorshard.parallelize.build import parallelize, parallelize_frozen
     from tensorshard.plan.mesh import Mesh
     from tensorshard.predict.estimate import Estimate, estimate
     from tensorshard.predict.profile_memory import profile_memory
@@ -96,8 +96,8 @@ _MODULES = {
     "init_process_group": "tensorshard.distributed",
     "model_loss": "tensorshard.engine.loss",
     "notebook_launch": "tensorshard.trainer.launch.notebook",
-    "parallelize": "tensorshard.parallelize.parallelize",
-    "parallelize_frozen": "tensorshard.parallelize.parallelize",
+    "parallelize": "tensorshard.parallelize.build",
+    "parallelize_frozen": "tensorshard.parallelize.build",
     "profile_memory": "tensorshard.predict",
     "register_ddp_parameters_to_ignore": "tensorshard.distributed.ddp",
     "_PARALLEL_DIM": "tensorshard.comm.marks",

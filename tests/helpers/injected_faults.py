@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tensorshard.comm.sharding import to_local
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 
 Plant = Callable[[Any], None]
 

@@ -23,7 +23,7 @@ _IMPORTED_ONCE = [
     "torch.distributed.pipelining",
     "torch._dynamo",
     "torch.testing",
-    "tensorshard.parallelize.parallelize",
+    "tensorshard.parallelize.build",
     "transformers.modeling_utils",
 ]
 

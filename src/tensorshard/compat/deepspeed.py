@@ -27,7 +27,7 @@ from tensorshard.comm.world import default_device, join_world, world_size
 from tensorshard.compat.taken_over import follow_optimizer, rebuilt
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.loss import model_loss
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map

@@ -20,7 +20,7 @@ from tensorshard.compat.taken_over import rebuilt
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.guards.foreign_optimizers import mark_wrapper
 from tensorshard.engine.loss import model_loss
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 
 __all__ = [

@@ -15,7 +15,7 @@ import torch
 from tensorshard.compat.taken_over import agreed, follow_optimizer, given_plan, rebuilt
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.loss import model_loss
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 
 try:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.config import instantiate
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.search import FoundPlan, PlanSearch
 from tensorshard.trainer.initial_model import initial_model

@@ -30,7 +30,7 @@ from tensorshard.config.files import values_of
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError
 from tensorshard.engine.optimizer import build_optimizer, wants_names
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate
 from tensorshard.trainer import loggers

@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorshard.comm.world import default_device, join_world
 from tensorshard.models import GPT, next_token_loss
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 
 _TOLERANCES = {"cpu": 1e-5, "cuda": 1e-4}  # GPUs may sum in another order each time

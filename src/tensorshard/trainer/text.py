@@ -20,7 +20,7 @@ from tensorshard.data.text import BYTES, TextCodec, find_codec
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import longest_sequence
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError
-from tensorshard.parallelize.parallelize import parallelize
+from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.trainer.initial_model import initial_model
 from tensorshard.trainer.run_directory import RunDirectory

@@ -25,8 +25,8 @@ from tensorshard.model.batches import batch_size, call_model, split_into
 from tensorshard.model.copies import copy_module
 from tensorshard.model.parameters import keeps_statistics
 from tensorshard.model.trains_itself import TrainsItself
+from tensorshard.parallelize.build import parallelize
 from tensorshard.parallelize.checks import check_arguments
-from tensorshard.parallelize.parallelize import parallelize
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves, tree_map

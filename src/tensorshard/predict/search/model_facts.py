@@ -1,6 +1,6 @@
 """What one forward on fake tensors tells about a model: its blocks' work and outputs. It needs no process group.
 
-Also here: extrapolation of what a deep model takes, from the same with 3 and 4 of its equal blocks; tables of such ones.
+Also here: extrapolation of what a deep model takes, from the same with 3 and 4 of its equal blocks; their tables.
 
 Memory is the largest of several sums, each of which grows linearly with the blocks, and so do the parts of a step's
 time. So both lines are lower bounds of the full estimate, and near it.

@@ -87,7 +87,7 @@ def notebook_launch(
 
 def _import_what_ranks_use() -> None:
     """Imports, once here rather than once in each rank, what takes seconds."""
-    import_module("tensorshard.parallelize.parallelize")
+    import_module("tensorshard.parallelize.build")
     torch.optim.SGD([torch.zeros(())], lr=0.0)  # the first optimizer imports torch's compiler
 
 
