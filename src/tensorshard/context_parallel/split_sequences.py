@@ -189,7 +189,7 @@ class SplitSequences(WholeSequences):
     def _cut(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.order.settle()
+        self.order.decide_after_first_run()
         self.order.has_run = True
         named = self._named(args, kwargs)
         if self._dims is None:
