@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorshard.comm import forked
-from tensorshard.comm.forked import TriedInVain, in_forked_process, run_at_once
+from tensorshard.comm.forked import ForkFailed, in_forked_process, run_at_once
 
 
 @pytest.fixture(autouse=True)
@@ -85,5 +85,5 @@ def test_where_forks_cannot_run_autograd_this_process_does_the_work(monkeypatch)
     def fail() -> None:
         raise LookupError("no such plan\nand more")
 
-    with pytest.raises(TriedInVain, match=r"^no such plan$"):
+    with pytest.raises(ForkFailed, match=r"^no such plan$"):
         in_forked_process(fail, 60)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 import tensorshard as ts
-from tensorshard.comm.forked import TriedInVain, in_forked_process
+from tensorshard.comm.forked import ForkFailed, in_forked_process
 from tensorshard.config import ConfigError
 from tensorshard.predict import Estimate, RankEstimate
 from tensorshard.predict.rank_estimate import CATEGORIES
@@ -98,7 +98,7 @@ def _raises() -> None:
     [(_raises, "'lost'"), (lambda: time.sleep(60), "more than 0.5 s"), (lambda: os._exit(3), "ended with code 3")],
 )
 def test_a_fork_that_fails(work: Any, why: str) -> None:
-    with pytest.raises(TriedInVain, match=why):
+    with pytest.raises(ForkFailed, match=why):
         in_forked_process(work, 0.5 if "0.5" in why else 60)
 
 

@@ -74,8 +74,8 @@ def fit_optimizer(
     stored = [group["names"] for group in entries["groups"]]
     first = dict(sharded.aliases())
     if any(name.startswith("#") for names in stored for name in names):
-        found = _numbered(checkpoint, sharded, stored, members) if whole else None
-        if found is None:
+        new_names = _numbered(checkpoint, sharded, stored, members) if whole else None
+        if new_names is None:
             sizes, here = ([len(group) for group in groups] for groups in (stored, members))
             raise ValueError(
                 f"{checkpoint.store.name} numbers the parameters of its optimizer, in groups of {sizes}, and this "
@@ -83,7 +83,7 @@ def fit_optimizer(
                 f"told. Build the optimizer with the groups that it had there, in the same order"
                 + ("" if whole else ", load it once under a plan without pp, and save it")
             )
-        first.update(found)
+        first.update(new_names)
     names: dict[str, str] = {}
     for key in checkpoint.metadata.state_dict_metadata:
         kind, _, rest = key.partition(".")
@@ -109,11 +109,11 @@ def _numbered(
     for groups in (members, [order], [decayed, rest]):
         if [len(group) for group in groups] != [len(group) for group in stored] or any("" in group for group in groups):
             continue
-        found = {
+        new_names = {
             old: new for olds, news in zip(stored, groups, strict=True) for old, new in zip(olds, news, strict=True)
         }
-        if _shapes_agree(checkpoint, sharded, found):
-            return found
+        if _shapes_agree(checkpoint, sharded, new_names):
+            return new_names
     return None
 
 
@@ -130,13 +130,13 @@ def _child(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _shapes_agree(checkpoint: OpenCheckpoint, sharded: ShardedModel, found: Mapping[str, str]) -> bool:
+def _shapes_agree(checkpoint: OpenCheckpoint, sharded: ShardedModel, new_names: Mapping[str, str]) -> bool:
     shapes = sharded.full_shapes()
     for key, entry in checkpoint.metadata.state_dict_metadata.items():
         kind, _, rest = key.partition(".")
         name = rest.partition(".")[2]
         size: Any = getattr(entry, "size", ())
-        if kind == "optimizer" and len(size) and name in found and tuple(size) != tuple(shapes[found[name]]):
+        if kind == "optimizer" and len(size) and name in new_names and tuple(size) != tuple(shapes[new_names[name]]):
             return False
     return True
 

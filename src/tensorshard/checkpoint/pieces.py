@@ -49,7 +49,7 @@ class TensorPieces:
             local, offset[0] = tensor.to_local(), offsets[0]
         pieces = [(offset, local)]
         for dim, ranges in cuts.items():
-            pieces = [found for offset, piece in pieces for found in _cut(piece, offset, dim, ranges)]
+            pieces = [part for offset, piece in pieces for part in _cut(piece, offset, dim, ranges)]
         return cls(shape, tensor.dtype, [(torch.Size(offset), piece) for offset, piece in pieces if piece.numel()])
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

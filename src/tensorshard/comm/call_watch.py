@@ -359,8 +359,8 @@ class CallWatch:
         which line of the user's code."""
         frame = sys._current_frames().get(self._thread)
         waits = frame is not None and place_of_wait(self._thread) is not None
-        found = awaited(frame) if waits else None
-        collective, group = found if found is not None else (None, None)
+        call = awaited(frame) if waits else None
+        collective, group = call if call is not None else (None, None)
         ranks = None if group is None else dist.get_process_group_ranks(group)
         axis = next((name for other, name in zip(self._groups, self._axes, strict=False) if other is group), "")
         line = "" if frame is None or self._line_of is None else self._line_of(frame)
@@ -421,12 +421,12 @@ def _process_state(state: Mapping[str, Any]) -> str | None:
 
 def _look(watch: "weakref.ref[CallWatch]", stop: threading.Event, pause: float) -> None:
     while not stop.wait(pause):
-        found = watch()
-        if found is None:
+        call_watch = watch()
+        if call_watch is None:
             return
         with suppress(RuntimeError):
-            found.look()
-        del found
+            call_watch.look()
+        del call_watch
 
 
 def _end(

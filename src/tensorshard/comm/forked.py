@@ -25,11 +25,11 @@ _cores_are_taken = ContextVar("_cores_are_taken", default=False)  # in a fork th
 _NO_AUTOGRAD = 75  # the exit status of a fork that cannot run a backward
 
 
-class TriedInVain(Exception):
+class ForkFailed(Exception):
     """Why there is no result, in a few words."""
 
 
-class _NoAutogradError(TriedInVain):
+class _NoAutogradError(ForkFailed):
     """Forks of this process cannot run a backward: its autograd has threads, as it has with a build for CUDA."""
 
 
@@ -43,7 +43,7 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
         shown: whether what a fork prints is shown.
 
     Raises:
-        TriedInVain: it raised something, ended otherwise or took too long.
+        ForkFailed: it raised something, ended otherwise or took too long.
     """
     fork = _Fork(work, shown=shown)
     try:
@@ -53,7 +53,7 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
             with world_set_aside():
                 return work()
         except Exception as error:
-            raise TriedInVain(first_line(error)) from error
+            raise ForkFailed(first_line(error)) from error
     finally:
         fork.end()
 
@@ -84,7 +84,7 @@ def run_at_once(calls: Sequence[Callable[[], _Result]]) -> Iterator[_Result]:
         for fork, share in zip(forks, shares[1:], strict=True):
             try:
                 results.append(fork.result(patience))
-            except TriedInVain:
+            except ForkFailed:
                 results.append([call() for call in share])
     finally:
         for fork in forks:
@@ -128,19 +128,19 @@ class _Fork(Generic[_Result]):
         """What the work returns.
 
         Raises:
-            TriedInVain: it raised something, ended otherwise or takes more than `seconds`.
+            ForkFailed: it raised something, ended otherwise or takes more than `seconds`.
         """
         try:
             if not self._receiver.poll(seconds):
-                raise TriedInVain(f"it took more than {seconds:g} s")
+                raise ForkFailed(f"it took more than {seconds:g} s")
             succeeded, result = self._receiver.recv()
         except EOFError:
             code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
             self._ended = True
-            kind = _NoAutogradError if code == _NO_AUTOGRAD else TriedInVain
+            kind = _NoAutogradError if code == _NO_AUTOGRAD else ForkFailed
             raise kind(f"its process ended with code {code}") from None
         if not succeeded:
-            raise TriedInVain(result)
+            raise ForkFailed(result)
         value: _Result = result
         return value
 

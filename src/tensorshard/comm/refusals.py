@@ -128,12 +128,12 @@ def _users_line(error: BaseException) -> str:
 
 
 def _tracebacks(traceback: TracebackType | None) -> list[TracebackType]:
-    found = []
+    tracebacks = []
     while traceback is not None:
-        found.append(traceback)
+        tracebacks.append(traceback)
         traceback = traceback.tb_next
-    return found
+    return tracebacks
 
 
 def _frames(traceback: TracebackType | None) -> list[FrameType]:
-    return [found.tb_frame for found in _tracebacks(traceback)]
+    return [each.tb_frame for each in _tracebacks(traceback)]

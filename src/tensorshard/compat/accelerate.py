@@ -430,19 +430,19 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, the mean or the maximum over the data ranks."""
-        found = super().reduce(tensor, reduction, scale)
+        reduced = super().reduce(tensor, reduction, scale)
         copies = self.state.num_processes // self.plan.dp_size
         if reduction != "sum" or copies == 1:
-            return found
-        return recursively_apply(lambda one: (one / copies).to(one.dtype), found, error_on_other_type=True)
+            return reduced
+        return recursively_apply(lambda one: (one / copies).to(one.dtype), reduced, error_on_other_type=True)
 
     def check_trigger(self) -> bool:
         """Whether any process has called ``set_trigger``, be it one of those that share a batch."""
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        found = bool(super().reduce(flag, "max"))
-        if found:
+        is_triggered = bool(super().reduce(flag, "max"))
+        if is_triggered:
             self.flag_tensor: Any = torch.zeros_like(flag)
-        return found
+        return is_triggered
 
     # -- state --
 

@@ -266,10 +266,10 @@ def engine() -> Engine:
     Raises:
         RuntimeError: the model or its optimizer is not there yet.
     """
-    found = _ready("engine").engine
-    if found is None:
+    current_engine = _ready("engine").engine
+    if current_engine is None:
         raise RuntimeError("fleet.engine() was called before distributed_model and distributed_optimizer")
-    return found
+    return current_engine
 
 
 def worker_num() -> int:

@@ -268,18 +268,18 @@ def _unscaler(groups: list[dist.ProcessGroup]) -> Any:
     shards; if one rank finds an overflow, all skip the step."""
 
     def unscale(
-        scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, allow_fp16: bool
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, overflow: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         gradients = [
             to_local(p.grad) for options in optimizer.param_groups for p in options["params"] if p.grad is not None
         ]
         for device in {gradient.device for gradient in gradients}:  # offloaded ones are in the host's memory
-            here = found if device == found.device else torch.zeros_like(found, device=device)
+            here = overflow if device == overflow.device else torch.zeros_like(overflow, device=device)
             unscale_([g for g in gradients if g.device == device], here, inverse.to(device))
-            if here is not found:
-                found.add_(here.to(found.device))
+            if here is not overflow:
+                overflow.add_(here.to(overflow.device))
         for group in groups:
-            all_reduce_(found, group, dist.ReduceOp.MAX)
-        return {found.device: found}
+            all_reduce_(overflow, group, dist.ReduceOp.MAX)
+        return {overflow.device: overflow}
 
     return unscale

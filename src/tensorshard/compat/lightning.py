@@ -161,9 +161,9 @@ class TensorshardStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Forward and backward of the step's last micro-batch, and the Engine's update."""
-        found = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        closure_result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         self._laid_out().optimizer.step(**kwargs)
-        return found
+        return closure_result
 
     def _laid_out(self) -> Engine:
         if self.engine is None:

@@ -315,8 +315,8 @@ def _layouts(model: Stateful) -> dict[_Path, ParallelMark]:
         tensors.update(((name,), buffer) for name, buffer in model.named_buffers(remove_duplicate=False))
     else:
         tensors = _tensors_held(model)
-    found = {place: layout_of(tensor) for place, tensor in tensors.items()}
-    return {place: layout for place, layout in found.items() if layout is not None}
+    layouts = {place: layout_of(tensor) for place, tensor in tensors.items()}
+    return {place: layout for place, layout in layouts.items() if layout is not None}
 
 
 def _tensors_held(model: Stateful) -> dict[_Path, torch.Tensor]:

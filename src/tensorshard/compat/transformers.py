@@ -246,9 +246,9 @@ class WithPlan:
             )
         model.train()
         differs, says = (first - second).abs() > 0, first.isfinite() & (first != 0)
-        found = self.accelerator.reduce(torch.stack([differs, says]).int(), "max").tolist()
-        if found[1]:
-            self._loss_counts = bool(found[0])
+        flags = self.accelerator.reduce(torch.stack([differs, says]).int(), "max").tolist()
+        if flags[1]:
+            self._loss_counts = bool(flags[0])
             self.args.average_tokens_across_devices = self._loss_counts
 
     def prediction_step(

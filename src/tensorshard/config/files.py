@@ -340,11 +340,11 @@ def check_targets(config: DictConfig, source: str, allow: Iterable[str] = (), ty
 
 def _targets_of(typed: Iterable[str]) -> set[str]:
     """The targets that overrides name."""
-    found = set()
+    targets = set()
     for override in map(Override.parse, typed):
         values = {override.key.rpartition(".")[2]: override.value}
-        found |= {str(call["_target_"]) for _, call in calls(values)}
-    return found
+        targets |= {str(call["_target_"]) for _, call in calls(values)}
+    return targets
 
 
 def _with_missing_given(config: DictConfig) -> DictConfig:

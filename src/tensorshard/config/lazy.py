@@ -129,7 +129,7 @@ def file_of_target(name: Any) -> str | None:
     return name.rpartition(":")[0] if isinstance(name, str) and ".py:" in name else None
 
 
-def _found(name: str) -> Any:
+def _resolve(name: str) -> Any:
     """What has this name, which is that of a module's attribute, or ``FILE.py:attribute``."""
     file = file_of_target(name)
     if file is None:
@@ -137,10 +137,10 @@ def _found(name: str) -> Any:
     path = Path(file)
     if not path.is_file():
         raise ImportError(f"there is no file {file} here; the current directory is {Path.cwd()}")
-    found: Any = sys.modules.get(_module_of(path)) or run_file(path)
+    target: Any = sys.modules.get(_module_of(path)) or run_file(path)
     for part in name.rpartition(":")[2].split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def target_name(target: Callable[..., Any]) -> str:
@@ -159,10 +159,10 @@ def target_name(target: Callable[..., Any]) -> str:
         path = Path(str(sys.modules[module].__file__))
         name = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{attribute}"
     try:
-        found = _found(name)
+        imported = _resolve(name)
     except (ImportError, AttributeError, ValueError):
-        found = None
-    if found != target:
+        imported = None
+    if imported != target:
         raise ConfigError(
             f"LazyCall was given {getattr(target, '__qualname__', target)}, which cannot be found under the "
             f"name {name}; define it at the top level of a module or of the config, so that every process can import it"
@@ -193,7 +193,7 @@ def find_target(name: Any, where: str) -> Callable[..., Any]:
         ConfigError: it cannot be imported, or is not callable. The error says at which key (`where`) it stands.
     """
     try:
-        target = _found(name)
+        target = _resolve(name)
     except Exception as error:  # a file may raise anything
         raise ConfigError(
             f"{where} calls {name!r}, which cannot be imported ({error}); modules are looked for among the "

@@ -53,10 +53,10 @@ def find_handler(func: Callable[..., Any]) -> Handler:
         return _ask_wrapper
     if func in object_attributes() or name in _LOCAL_ANSWERS:
         return _ask_local
-    found = rules.get(name) or (None if name.startswith("__") else rules.get(name.rstrip("_")))
-    if found is None and is_pointwise(name):
-        found = pointwise
-    return _attempts(found, python_body(func))
+    rule = rules.get(name) or (None if name.startswith("__") else rules.get(name.rstrip("_")))
+    if rule is None and is_pointwise(name):
+        rule = pointwise
+    return _attempts(rule, python_body(func))
 
 
 def _attempts(rule: Rule | None, body: Callable[..., Any] | None) -> Handler:

@@ -207,15 +207,15 @@ def shares(layout: SequenceLayout, parts: int) -> tuple[list[list[int]], list[Se
         left -= counts
         sizes.append(counts.tolist())
     ends = np.cumsum(sizes, 1)
-    found = []
+    layouts = []
     for part in range(parts):
         held_by = [
             layout.positions(rank)[(end := ends[rank][part]) - sizes[rank][part] : end] for rank in range(layout.ranks)
         ]
         every = np.sort(np.concatenate(held_by))
         runs = [runs_of(np.searchsorted(every, each)) for each in held_by]
-        found.append(SequenceLayout(runs, None, layout.is_home, layout))
-    return sizes, found
+        layouts.append(SequenceLayout(runs, None, layout.is_home, layout))
+    return sizes, layouts
 
 
 @lru_cache(_CACHED)

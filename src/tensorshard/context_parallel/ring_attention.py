@@ -86,7 +86,7 @@ def rounds(
     def all_of(machine: int) -> Iterable[int]:
         return range(at(machine, 0), at(machine, 0) + neighbours)
 
-    found = []
+    schedule = []
     for step in range(size):
         ahead, along = divmod(step, neighbours)
         source = at(machine + ahead, place + along)
@@ -102,8 +102,8 @@ def rounds(
         count, blocks = _blocks(queries.runs[rank], keys.runs[source], coming, is_causal)
         last = ahead > 0 and along == neighbours - 1
         returns = ahead * neighbours if last else None
-        found.append(_Round(via, target, passes_on, as_index(send), count, blocks, arrives, returns))
-    return found
+        schedule.append(_Round(via, target, passes_on, as_index(send), count, blocks, arrives, returns))
+    return schedule
 
 
 @lru_cache(64)

@@ -176,8 +176,8 @@ class SplitSequences(WholeSequences):
             return
         self._is_told = True
         assert self._listed is not None
-        found = Counter({key: times for key, times in self.group.fallbacks.items() if key not in self._listed})
-        for (operation, line), times in found.most_common(_SHOWN if dist.get_rank() == 0 else 0):
+        gathered = Counter({key: times for key, times in self.group.fallbacks.items() if key not in self._listed})
+        for (operation, line), times in gathered.most_common(_SHOWN if dist.get_rank() == 0 else 0):
             logger.warning(
                 "context parallelism: %s (%s) was computed on whole sequences, by every rank, %d times in the first "
                 "forward, which is exact, and takes time and memory",
@@ -189,7 +189,7 @@ class SplitSequences(WholeSequences):
     def _cut(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.order.settle()
+        self.order.decide_after_first_run()
         self.order.has_run = True
         named = self._named(args, kwargs)
         if self._dims is None:

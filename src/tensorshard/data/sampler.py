@@ -340,10 +340,10 @@ def _in_a_row(places: list[int], lengths: Sequence[float] | np.ndarray, ranks: i
     best = within(high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = within(middle)
-        if found is None:
+        parts = within(middle)
+        if parts is None:
             low = middle
         else:
-            best, high = found, middle
+            best, high = parts, middle
     assert best is not None
     return best

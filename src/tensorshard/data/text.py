@@ -134,10 +134,10 @@ def _stdlib(split: Split) -> list[str]:
 def _parts(files: str | Sequence[str], split: Split) -> Iterator[str]:
     number = 0
     for pattern in [files] if isinstance(files, str) else files:
-        found = sorted(glob.glob(pattern, recursive=True))
-        if not found:
+        paths = sorted(glob.glob(pattern, recursive=True))
+        if not paths:
             raise FileNotFoundError(f"there is no text file {pattern}; give paths or patterns of text files in UTF-8")
-        for file in found:
+        for file in paths:
             text = _read(Path(file))
             for start in range(0, len(text), _PART):
                 if _is_of(split, number):

@@ -36,7 +36,7 @@ from tensorshard.model.references import has_references, update_references
 from tensorshard.model.trains_itself import call_before_methods, self_training
 from tensorshard.passes.precision import autocast, compute_dtype, held_dtype, master_dtype, widen_output
 from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.storage import Place, Storage, TakeGradient, UpdateProgress
+from tensorshard.plan.storage import MasterPlace, Storage, TakeGradient, UpdateProgress
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.fsdp import (
     AllGather,
@@ -89,7 +89,7 @@ class FullyShardedModel(ShardedModel):
         # All trained parameters have one type, as was checked. A pipeline's stage may train none.
         self._dtype = next((master_dtype(p.dtype) for p in self._names if p.requires_grad), torch.float32)
         self._gradient_ranks = mesh.gradient_ranks
-        self._master_places: dict[nn.Parameter, Place] = {}
+        self._master_places: dict[nn.Parameter, MasterPlace] = {}
         self._unit_masters: list[tuple[list[nn.Module], list[nn.Parameter]]] = []
         self._precision = precision
         # FSDP cannot shard a parameter without dimensions or without elements: each rank keeps it whole, and averages
@@ -239,7 +239,7 @@ class FullyShardedModel(ShardedModel):
     def masters(self) -> dict[str, nn.Parameter]:
         return self._masters
 
-    def master_places(self) -> dict[str, Place]:
+    def master_places(self) -> dict[str, MasterPlace]:
         return {name: self._master_places[m] for name, m in self._masters.items() if m in self._master_places}
 
     def _forward_over(self, output: Any) -> None:

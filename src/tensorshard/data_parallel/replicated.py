@@ -25,7 +25,7 @@ from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.parameters import ParameterPlaces, keeps_statistics
 from tensorshard.model.trains_itself import call_before_methods
 from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.storage import Place, Storage, TakeGradient, UpdateProgress
+from tensorshard.plan.storage import MasterPlace, Storage, TakeGradient, UpdateProgress
 from tensorshard.torch_private.autograd import is_function_transformed
 
 
@@ -117,7 +117,7 @@ class ReplicatedModel(ShardedModel):
         super().watch_gradients(take, finish)
         self._gradients.watch(take, finish)
 
-    def master_places(self) -> dict[str, Place]:
+    def master_places(self) -> dict[str, MasterPlace]:
         return {name: p.place for name, p in self._all.items()}
 
     # -- values --

@@ -19,7 +19,7 @@ from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
 from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.storage import Place, Storage, TakeGradient
+from tensorshard.plan.storage import MasterPlace, Storage, TakeGradient
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import dtensor_laid_out_as, dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
@@ -110,7 +110,7 @@ class ReplicatedParameter:
     ) -> None:
         self.name, self.groups, self.is_expert = name, groups, is_expert
         shard_mesh = groups.mesh
-        self.place = Place()
+        self.place = MasterPlace()
         self.take_gradient: TakeGradient | None = None
         self.finish_gradients: Callable[[], None] | None = None
         self.num_shards = 1 if shard_mesh is None or value.dim() == 0 else shard_mesh.size()

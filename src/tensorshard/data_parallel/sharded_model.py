@@ -18,7 +18,7 @@ from tensorshard.model.parameters import buffer_aliases, parameter_aliases
 from tensorshard.model.quantized import quantized_parameters
 from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.passes.precision import held_dtype, master_dtype
-from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
+from tensorshard.plan.storage import MasterPlace, TakeGradient, UpdateProgress
 
 
 class ParameterSplit(Protocol):
@@ -162,7 +162,7 @@ class ShardedModel(ABC):
 
     def loss_is_over(self) -> None:
         """Called when the loss of a (micro-)batch has been computed, before its backward if there is one."""
-        self.logits.settle()
+        self.logits.compute_pending()
 
     @contextmanager
     def outputs_for_loss(self) -> Iterator[None]:
@@ -255,7 +255,7 @@ class ShardedModel(ABC):
         See :meth:`gather_as_updated`.
         """
 
-    def master_places(self) -> dict[str, Place]:
+    def master_places(self) -> dict[str, MasterPlace]:
         """Where this rank's shards of :meth:`masters` are. Some that are in the device's memory may be missing."""
         return {}
 

@@ -80,12 +80,12 @@ def agreeing_on_overflows(original: Callable[..., dict[torch.device, torch.Tenso
     def unscale(
         scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> dict[torch.device, torch.Tensor]:
-        found = original(scaler, optimizer, *args, **kwargs)
+        overflows = original(scaler, optimizer, *args, **kwargs)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for group in _groups_of([p for p in parameters if p.requires_grad and get_mark(p) is not None]):
-            for overflow in found.values():
+            for overflow in overflows.values():
                 all_reduce_(overflow, group, dist.ReduceOp.MAX)
-        return found
+        return overflows
 
     return unscale
 

@@ -148,16 +148,16 @@ def _with_split_parameters(optimizer_class: type) -> type:
 
 def _listed(params: list[Any]) -> list[torch.Tensor]:
     """The parameters among `params`, which are parameters, or groups of them, or something for torch to refuse."""
-    found: list[torch.Tensor] = []
+    parameters: list[torch.Tensor] = []
     for entry in params:
         if isinstance(entry, dict):
             members = entry.get("params", [])
             if not isinstance(members, (torch.Tensor, list)):
                 entry["params"] = members = list(members)
-            found += [members] if isinstance(members, torch.Tensor) else members
+            parameters += [members] if isinstance(members, torch.Tensor) else members
         elif isinstance(entry, torch.Tensor):
-            found.append(entry)
-    return found
+            parameters.append(entry)
+    return parameters
 
 
 def _are_parameters_or_groups(params: Any) -> bool:

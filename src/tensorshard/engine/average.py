@@ -171,7 +171,7 @@ class WeightAverages:
     def before_update(self) -> None:
         """Called before each update of the weights, when the last one is over."""
         self.check_none_applied("an update of the weights")
-        self.settle()
+        self.take_in_update()
         for average in self.by_name.values():
             average.follow()
 
@@ -183,9 +183,9 @@ class WeightAverages:
         """
         self._due = True
         if not pending:
-            self.settle()
+            self.take_in_update()
 
-    def settle(self) -> None:
+    def take_in_update(self) -> None:
         """Takes in the last update, which is over now."""
         due, self._due = self._due, False
         if due:

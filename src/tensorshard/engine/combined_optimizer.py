@@ -101,13 +101,13 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
 def methods_beside_step(optimizer: torch.optim.Optimizer) -> list[str]:
     """The public methods that the class of `optimizer` adds to those of torch's optimizers, such as ``eval``."""
     kinds = [type(member) for member in members_of(optimizer)]
-    found = [
+    names = [
         name
         for kind in kinds
         for name in dir(kind)
         if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name) and callable(getattr(kind, name))
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def call_members(optimizer: torch.optim.Optimizer) -> None:

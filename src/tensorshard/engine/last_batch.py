@@ -69,20 +69,20 @@ class ShortBatches:
             ValueError: a batch that no loader handed out cannot be cut into equal parts; a loader's full batch has too
                 few samples.
         """
-        found, is_short = self._shares(inputs, targets)
-        if found and not is_short and min(found) < micro_batches:
+        shares, is_short = self._shares(inputs, targets)
+        if shares and not is_short and min(shares) < micro_batches:
             raise ValueError(
-                f"a batch of engine.loader gives each of {len(found)} data ranks {min(found)} samples, fewer than "
-                f"micro_batches={micro_batches}: give it a batch_size of at least {len(found) * micro_batches}, or set "
-                f"micro_batches to at most {min(found)}"
+                f"a batch of engine.loader gives each of {len(shares)} data ranks {min(shares)} samples, fewer than "
+                f"micro_batches={micro_batches}: give it a batch_size of at least {len(shares) * micro_batches}, or "
+                f"set micro_batches to at most {min(shares)}"
             )
-        if not found:
+        if not shares:
             return [MicroBatch(*part) for part in split_batch(inputs, targets, micro_batches)]
         if not all_of_them:
-            micro_batches = min(micro_batches, max(found))
-        if min(found) < micro_batches:
+            micro_batches = min(micro_batches, max(shares))
+        if min(shares) < micro_batches:
             self._stand_ins()
-        return self._filled(inputs, targets, micro_batches, self._sample(inputs, targets, found))
+        return self._filled(inputs, targets, micro_batches, self._sample(inputs, targets, shares))
 
     def need_stand_ins(self, inputs: Any, targets: Any, micro_batches: int) -> bool:
         """Whether a rank has too few samples of a batch for as many micro-batches. For an epoch's last batch this may
@@ -93,11 +93,11 @@ class ShortBatches:
     def split_for_evaluation(self, inputs: Any, targets: Any, micro_batches: int) -> list[MicroBatch]:
         """At most `micro_batches`, whose sizes differ by one at most. For an epoch's last batch this may be a
         collective of the data ranks."""
-        found, _ = self._shares(inputs, targets)
-        if not found:
+        shares, _ = self._shares(inputs, targets)
+        if not shares:
             return [MicroBatch(*part) for part in split_unevenly(inputs, targets, micro_batches)]
-        parts = max(1, min(micro_batches, max(found)))
-        return self._filled(inputs, targets, parts, self._sample(inputs, targets, found))
+        parts = max(1, min(micro_batches, max(shares)))
+        return self._filled(inputs, targets, parts, self._sample(inputs, targets, shares))
 
     def split_nest(self, batch: Any, micro_batches: int, *, evenly: bool = True) -> list[MicroBatch]:
         """The micro-batches of a batch of any structure, as inputs without targets. For an epoch's last batch this may

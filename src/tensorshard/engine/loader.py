@@ -343,8 +343,8 @@ class EngineLoaders:
 
     def known(self, batch: Any) -> tuple[EngineLoader, tuple[int, ...]] | None:
         """Which loader handed out `batch`, and how many samples each data rank has; None for other batches."""
-        found = ((loader, loader.shares_of(batch)) for loader in self.by_name.values())
-        return next(((loader, shares) for loader, shares in found if shares is not None), None)
+        pairs = ((loader, loader.shares_of(batch)) for loader in self.by_name.values())
+        return next(((loader, shares) for loader, shares in pairs if shares is not None), None)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Where each loader stands."""

@@ -53,7 +53,7 @@ def matching(pattern: str | Sequence[str], aliases: Mapping[str, str], call: str
         ValueError: one matches nothing.
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    found: dict[str, None] = {}
+    parameters: dict[str, None] = {}
     for one in patterns:
         if not isinstance(one, str):
             raise TypeError(f"{call} was given {kind_of(one)}; it takes names of parameters or modules, as text")
@@ -64,8 +64,8 @@ def matching(pattern: str | Sequence[str], aliases: Mapping[str, str], call: str
             raise ValueError(
                 f"{call} was given {one!r}, which no parameter's name matches; there are {', '.join(near)}"
             )
-        found.update(dict.fromkeys(aliases[name] for name in names))
-    return list(found)
+        parameters.update(dict.fromkeys(aliases[name] for name in names))
+    return list(parameters)
 
 
 class LoopMethods:

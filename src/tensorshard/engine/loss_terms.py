@@ -148,8 +148,8 @@ def _samples(batch: Any, what: str) -> int:
             f"take the batches of engine.loader(dataset, batch_size), or return (sum, count)"
         )
     sizes = sorted({tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()})
-    found = ", ".join(map(str, sizes))
-    given = f"tensors of first dimensions {found}" if sizes else f"no tensors ({kind_of(batch)})"
+    shown = ", ".join(map(str, sizes))
+    given = f"tensors of first dimensions {shown}" if sizes else f"no tensors ({kind_of(batch)})"
     raise ValueError(
         f"{what} a mean over the samples, but the batch has {given}, so it is not known how many these are: return "
         f"(sum, count) of what it is a mean over"

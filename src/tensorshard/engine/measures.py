@@ -120,8 +120,8 @@ def mean(values: Any, mesh: Mesh, device: torch.device) -> Any:
     if mesh.dp_size > 1:
         all_reduce_(everything, mesh.dp_group, what="the values of engine.mean")
     means = (everything[:, 0] / everything[:, 1]).unbind()
-    found = {name: _like(values, one) for (name, values), one in zip(named.items(), means, strict=True)}
-    return found if isinstance(values, Mapping) else found[""]
+    by_name = {name: _like(values, one) for (name, values), one in zip(named.items(), means, strict=True)}
+    return by_name if isinstance(values, Mapping) else by_name[""]
 
 
 def _total(value: Any, device: torch.device) -> list[torch.Tensor]:
@@ -135,11 +135,11 @@ def _total(value: Any, device: torch.device) -> list[torch.Tensor]:
     return [total.detach().to(device, torch.float64), one if count is None else count.double()]
 
 
-def _like(value: Any, found: torch.Tensor) -> Any:
+def _like(value: Any, computed: torch.Tensor) -> Any:
     if isinstance(value, Real):
-        return found.item()
+        return computed.item()
     first = value[0] if isinstance(value, tuple) else value
-    return found.to(first.dtype if first.is_floating_point() else torch.float32)
+    return computed.to(first.dtype if first.is_floating_point() else torch.float32)
 
 
 class Metrics:
@@ -179,11 +179,11 @@ class Metrics:
                 for outputs, targets in batches:
                     for metric in metrics:
                         metric.update(outputs, targets)
-                found = {name: metric.compute() for name, metric in self._named.items()}
+                values = {name: metric.compute() for name, metric in self._named.items()}
         finally:
             for metric in metrics:
                 metric.reset()
-        return found if self._is_dict else found[""]
+        return values if self._is_dict else values[""]
 
 
 def _is_metric(value: Any) -> bool:

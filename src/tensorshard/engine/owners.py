@@ -79,7 +79,7 @@ def pieces_of(
     if not shape:
         return (Piece((), (), ()),)
     first, rows = (0, part[0]) if data is None else shard_range(part[0], data[1], data[0])
-    found = []
+    pieces = []
     for start, position, length in runs:
         whole = [slice(0, size) for size in part]
         local = [slice(0, size) for size in part]
@@ -94,8 +94,8 @@ def pieces_of(
             local[0] = slice(low - first, high - first)
         piece = Piece(tuple(whole), tuple(local), tuple(each.stop - each.start for each in whole))
         if piece.numel:
-            found.append(piece)
-    return tuple(found)
+            pieces.append(piece)
+    return tuple(pieces)
 
 
 @dataclass(frozen=True)

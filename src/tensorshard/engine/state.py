@@ -127,7 +127,7 @@ class StateMethods:
         A collective, if an update goes on.
         """
         self._update.finish()
-        self._averages.settle()
+        self._averages.take_in_update()
         self.sharded.adopt_writes()
 
     def _after_update(self) -> None:

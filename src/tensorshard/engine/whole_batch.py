@@ -48,7 +48,7 @@ class WholeBatch:
         self._counts_samples = True
         self._collects = False
         self._calls = 0  # in this part, so far
-        self._found: list[list[list[_Tokens]]] = []  # by part, call and data rank
+        self._tokens: list[list[list[_Tokens]]] = []  # by part, call and data rank
         self._factors: list[float] = []  # of each part: the whole count, by the part's
 
     # -- the Engine says which part is computed --
@@ -71,7 +71,7 @@ class WholeBatch:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Within this, the parts' tokens are collected, for the forwards that follow until :meth:`forget`."""
-        self._found, self._collects = [], True
+        self._tokens, self._collects = [], True
         try:
             yield
         finally:
@@ -102,7 +102,7 @@ class WholeBatch:
 
     def forget(self) -> None:
         """Drops what was collected."""
-        self._found, self._factors = [], []
+        self._tokens, self._factors = [], []
 
     # -- calls --
 
@@ -154,10 +154,10 @@ class WholeBatch:
         own = given if self._counts_samples else [tensor[:0] for tensor in given]
         part, parts = self._part or 0, self._parts
         if self._collects:
-            self._found[part:] = [[*self._found[part], self._everyone(own)]] if call else [[self._everyone(own)]]
-        if self._collects or (parts > 1 and not self._found):  # the values of this pass are not used
+            self._tokens[part:] = [[*self._tokens[part], self._everyone(own)]] if call else [[self._everyone(own)]]
+        if self._collects or (parts > 1 and not self._tokens):  # the values of this pass are not used
             return function(*args, **kwargs)
-        everyone = [of_part[call] for of_part in self._found] if self._found else [self._everyone(own)]
+        everyone = [of_part[call] for of_part in self._tokens] if self._tokens else [self._everyone(own)]
         rank = self._mesh.dp_rank
         mine = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in own]
         everyone[part] = [*everyone[part][:rank], mine, *everyone[part][rank + 1 :]]
@@ -219,7 +219,7 @@ class WholeBatch:
         shapes = [shape] * ranks
         if dist.get_backend(group) != "fake":
             shapes = world().known(gather_flat(torch.tensor(shape, device=own[0].device), group), shapes)
-        found: list[_Tokens] = [[] for _ in range(ranks)]
+        tokens: list[_Tokens] = [[] for _ in range(ranks)]
         sizes = [_sizes(each, own) for each in shapes]
         flat: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         for dtype in dict.fromkeys(tensor.dtype for tensor in own):
@@ -233,8 +233,8 @@ class WholeBatch:
             ]
         for rank, of_rank in enumerate(sizes):
             rest = {dtype: iter(parts[rank]) for dtype, parts in flat.items()}
-            found[rank] = [next(rest[t.dtype]).view(size) for t, size in zip(own, of_rank, strict=True)]
-        return found
+            tokens[rank] = [next(rest[t.dtype]).view(size) for t, size in zip(own, of_rank, strict=True)]
+        return tokens
 
 
 class _OfAll(Function):

@@ -96,14 +96,14 @@ class RoutedCall(StackedExperts):
         given = inspect.signature(own_forward(module)).bind(*args, **kwargs).arguments
         expected = {self.tokens, self.choices, self.weights}
         rest = [name for name, value in given.items() if name not in expected and value is not None]
-        found = [given.get(name) for name in (self.tokens, self.choices, self.weights)]
-        if rest or not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 2 for tensor in found):
+        tensors = [given.get(name) for name in (self.tokens, self.choices, self.weights)]
+        if rest or not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 2 for tensor in tensors):
             shown = {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
             raise TypeError(
                 f"{type(module).__name__} was called with {shown}, and ep splits experts that are called with "
                 f"{self.tokens} [tokens, features], {self.choices} and {self.weights} [tokens, choices] alone; set ep=1"
             )
-        return found  # type: ignore[return-value]
+        return tensors  # type: ignore[return-value]
 
 
 class Routes:

@@ -19,7 +19,7 @@ _LOOK_BACK = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class ClassShard:
     """This rank's part of the classes.
 
     Args:
@@ -33,9 +33,9 @@ class Place:
     group: dist.ProcessGroup | None
 
 
-def find_place(
+def find_class_shard(
     rows: int, classes: int | None, group: dist.ProcessGroup | None, device: torch.device, given: str, remedy: str
-) -> Place:
+) -> ClassShard:
     """This rank's part of the classes, of which it has `rows`.
 
     Args:
@@ -49,7 +49,7 @@ def find_place(
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     if classes is None and group is not None and size > 1:
         widths = primitives.exchange_sizes(rows, group, device)
-        return Place(sum(widths[:rank]), sum(widths), group)
+        return ClassShard(sum(widths[:rank]), sum(widths), group)
     classes = rows if classes is None else classes
     start, width = shard_range(classes, size, rank)
     if rows != width:
@@ -57,7 +57,7 @@ def find_place(
             f"{given} given to rank {rank} of {size}, which holds {width} of {classes} classes"
             + (f": it seems to be whole; {remedy}" if rows == classes else "")
         )
-    return Place(start, classes, group)
+    return ClassShard(start, classes, group)
 
 
 def check_targets(

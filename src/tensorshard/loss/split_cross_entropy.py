@@ -37,7 +37,7 @@ from tensorshard.loss.formulas import (
     token_accuracy,
     weigh_targets,
 )
-from tensorshard.loss.loss_arguments import Place, check_targets, find_place, refuse_lost_mark
+from tensorshard.loss.loss_arguments import ClassShard, check_targets, find_class_shard, refuse_lost_mark
 
 # Elements of a temporary: on the CPU what stays in a core's cache, elsewhere enough to fill a GPU.
 _CPU_TILE = 1 << 18
@@ -241,11 +241,11 @@ def parallel_cross_entropy(
                 reduction=reduction,
                 label_smoothing=label_smoothing,
             )
-        place = Place(0, options.classes, None)
+        class_shard = ClassShard(0, options.classes, None)
     else:
         process_group = mark.group or resolve_group(group)
         check_same_ranks(process_group, group, "input")
-        place = find_place(
+        class_shard = find_class_shard(
             input.size(class_dim),
             mark.size or (None if weight is None else weight.numel()),
             process_group,
@@ -253,13 +253,15 @@ def parallel_cross_entropy(
             f"logits {list(input.shape)}, marked as split along dimension {class_dim}, were",
             "take the mark off with register_parallel_dim(x, None)",
         )
-        options = replace(options, classes=place.classes)
+        options = replace(options, classes=class_shard.classes)
     shape = torch.Size([size for dim, size in enumerate(input.shape) if dim != class_dim])
     given = f"logits {list(input.shape)}, whose classes are along dimension {class_dim}"
     check_targets(target, shape, given, options, weight, "weight")
     logits = input.movedim(class_dim, -1)
     logits = logits.reshape(target.numel(), logits.size(-1))
-    loss, lse, accuracy = _CrossEntropy.apply(logits, target.flatten(), weight, place.start, place.group, options)
+    loss, lse, accuracy = _CrossEntropy.apply(
+        logits, target.flatten(), weight, class_shard.start, class_shard.group, options
+    )
     return options.result(loss, lse, accuracy, target.shape)
 
 

@@ -189,14 +189,14 @@ def _open(tensor: Any, parts: list[torch.Tensor]) -> Any:
         inner = {name: _open(getattr(tensor, name), parts) for name in names}
         return _Flattened(type(tensor), inner, context, tensor.shape, tensor.stride())
     if getattr(tensor, "quant_state", None) is not None:
-        state, found = tensor.quant_state, {}
+        state, opened = tensor.quant_state, {}
         data = _open(tensor.data.as_subclass(torch.Tensor), parts)
         for path, held in (((), state), (("state2",), getattr(state, "state2", None))):
             for name, value in vars(held).items() if held is not None else ():
                 if isinstance(value, torch.Tensor):
-                    found[*path, name] = _open(value, parts)
+                    opened[*path, name] = _open(value, parts)
         attributes = {name: value for name, value in vars(tensor).items() if name != "quant_state"}
-        return _FourBits(type(tensor), data, attributes, state, found)
+        return _FourBits(type(tensor), data, attributes, state, opened)
     parts.append(tensor)
     return _Plain(_end(parts[:-1]), tensor.dtype, tensor.shape)
 

@@ -67,7 +67,7 @@ class PositionOrder:
         """What speaks for zig-zag order, and what speaks against it; the same on all ranks that share sequences."""
         return [sum(column) for column in zip(*(source() for source in self.sources), strict=True)]
 
-    def settle(self) -> None:
+    def decide_after_first_run(self) -> None:
         """Decides it if a first run is over."""
         if self.is_open and self.has_run and not self._in_stages:
             self.choose(self.notes())
@@ -79,7 +79,7 @@ class PositionOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """The order, with which a run that goes on computes the same to the last bit."""
-        self.settle()
+        self.decide_after_first_run()
         return {"name": self.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

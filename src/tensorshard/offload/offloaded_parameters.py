@@ -19,7 +19,7 @@ from tensorshard.host.process_settings import give_back_free_memory, map_tensors
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.tiers import TILE_ALIGNMENT, OffloadedMaster, Slot, SlotSpec, Tiers
-from tensorshard.plan.storage import ParameterUnits, Place, UpdateProgress
+from tensorshard.plan.storage import MasterPlace, ParameterUnits, UpdateProgress
 from tensorshard.torch_private.fsdp import gather_from, padded_shards, replace_shards
 
 _THREADS = 8  # requests under way at once
@@ -121,7 +121,7 @@ class OffloadedParameters(ParameterUnits):
     def on_host(self) -> bool:
         return self._tiers.copies is not None
 
-    def keep(self, group: Any) -> Mapping[nn.Parameter, Place]:
+    def keep(self, group: Any) -> Mapping[nn.Parameter, MasterPlace]:
         shards = padded_shards(group)
         try:
             unit = self.add(list(shards.values()), list(shards))

@@ -19,7 +19,7 @@ from tensorshard.offload.updates import tile_update
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.offload import Offload
 from tensorshard.plan.plan import Plan
-from tensorshard.plan.storage import ParameterUnits, Place, Storage, StoredModel, TemporaryCopy, Update
+from tensorshard.plan.storage import MasterPlace, ParameterUnits, Storage, StoredModel, TemporaryCopy, Update
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 logger = logging.getLogger("tensorshard")
@@ -117,7 +117,7 @@ class TieredStorage(Storage):
             for block in blocks:
                 self.activations.surround(block)
 
-    def keep_master(self, values: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, Place]:
+    def keep_master(self, values: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, MasterPlace]:
         if self._offload.optimizer is None or not values.dim():  # scalars stay where they are
             return super().keep_master(values, copy)
         place = self._tiers.keep(values, copy)

@@ -14,7 +14,7 @@ from tensorshard.comm.world import world
 from tensorshard.offload.device_copies import DeviceCopies
 from tensorshard.offload.scratch_file import BLOCK, ScratchFile, round_up
 from tensorshard.plan.offload import Offload
-from tensorshard.plan.storage import Place, TemporaryCopy
+from tensorshard.plan.storage import MasterPlace, TemporaryCopy
 
 _LEAST_ON_DISK = 1 << 16  # bytes; smaller tensors are not worth a request of their own
 
@@ -142,7 +142,7 @@ class DeviceSlot(Slot):
 
 
 @dataclass(frozen=True)
-class OffloadedMaster(Place):
+class OffloadedMaster(MasterPlace):
     """The places of a master weight.
 
     Args:

@@ -71,16 +71,16 @@ def check_sequences(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = 
 
     def check() -> SequenceCheck:
         with source.real_buffers(), restored_globals(source.module), alone_in_the_world():
-            found = _check(source.module, plan, inputs)
+            sequence_check = _check(source.module, plan, inputs)
         gc.collect()
-        return found
+        return sequence_check
 
     with unset_fake_temporarily():
-        found = decide_once(check, mesh.world_group)
+        sequence_check = decide_once(check, mesh.world_group)
     if mesh.rank == 0:
-        if found.unchecked:
-            logger.warning("context parallelism was not checked before training: %s", found.unchecked)
-        for (operation, line), times in found.gathered.items():
+        if sequence_check.unchecked:
+            logger.warning("context parallelism was not checked before training: %s", sequence_check.unchecked)
+        for (operation, line), times in sequence_check.gathered.items():
             logger.warning(
                 "context parallelism: %s (%s) is computed on whole sequences, by every rank, %d times in a forward of "
                 "two blocks of each kind, which is exact, and takes time and memory",
@@ -88,7 +88,7 @@ def check_sequences(source: TensorSource, plan: Plan, mesh: Mesh, inputs: Any = 
                 line,
                 times,
             )
-    return found
+    return sequence_check
 
 
 def _check(model: nn.Module, plan: Plan, inputs: Any) -> SequenceCheck:
@@ -165,8 +165,8 @@ def _compared(made: BlockCheck, plan: Plan) -> Mapping[tuple[str, str], int]:
         gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
         return BlockRun([output.detach() for output in outputs], [], gradients), dict(sequences.gathered_operations)
 
-    found = run_as_ranks(plan.cp, on_rank)
-    runs = [run for run, _ in found]
+    of_ranks = run_as_ranks(plan.cp, on_rank)
+    runs = [run for run, _ in of_ranks]
     for output, full in zip(runs[0].outputs, expected.outputs, strict=True):
         if output.shape != full.shape:
             raise MismatchError(f"an output has the shape {list(output.shape)}, and alone {list(full.shape)}")
@@ -182,4 +182,4 @@ def _compared(made: BlockCheck, plan: Plan) -> Mapping[tuple[str, str], int]:
         defaultdict(lambda: REPLICATED),
         {},
     )
-    return found[0][1]
+    return of_ranks[0][1]

@@ -36,15 +36,15 @@ def apply_tiles(blocks: Sequence[nn.Module], tiles: int, names: Mapping[nn.Modul
     if tiles == 1:
         return
     inside = {module for block in blocks for module in block.modules()}
-    found = [module for block in blocks for module in _candidates(block)]
-    found += [module for module in names if module not in inside and _is_norm(module)]
-    if not found:
+    modules = [module for block in blocks for module in _candidates(block)]
+    modules += [module for module in names if module not in inside and _is_norm(module)]
+    if not modules:
         raise ValueError(
             f"tiles={tiles} was given, but no block of the model has a norm, or a module of linear layers, of its own; "
             f"put the MLP into a module that takes and returns one tensor [samples, positions, features], or leave "
             f"tiles at 1"
         )
-    for module in dict.fromkeys(found):
+    for module in dict.fromkeys(modules):
         name = f"{names.get(module, '?')!r} ({type(module).__name__})"
         wrap_forward(module, Role.TILES, partial(_in_tiles, _Tiled(module, name, tiles)))
 
@@ -221,14 +221,14 @@ class _Tiles(torch.autograd.Function):
             with torch.enable_grad(), _inside, autocast():
                 leaf = part.detach().contiguous().requires_grad_(needs_x)
                 out = forward(leaf)
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 out, [leaf, *weights] if needs_x else weights, grad.contiguous(), allow_unused=True
             )
             if of_x is not None:
-                of_x[:, at : at + part.shape[1]] = found[0]
-                found = found[1:]
+                of_x[:, at : at + part.shape[1]] = gradients[0]
+                gradients = gradients[1:]
             at += part.shape[1]
-            for index, gradient in enumerate(found):
+            for index, gradient in enumerate(gradients):
                 total = totals[index]
                 if gradient is not None and total is None:
                     totals[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)

@@ -82,12 +82,12 @@ def size_in_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{name}={value!r} was given; it must be a number of bytes, or text such as '5GB' or '6GiB'")
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
-        if found is None or found[2].upper() not in _UNITS:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
             raise ValueError(
                 f"{name}={value!r} was given; it must be a number of bytes, or text such as '5GB' or '6GiB'"
             )
-        value = int(float(found[1]) * _UNITS[found[2].upper()])
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
     if value < 1:
         raise ValueError(f"{name}={value} was given; it must be at least one byte")
     return value

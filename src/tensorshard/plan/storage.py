@@ -34,7 +34,7 @@ class UpdateProgress(Protocol):
         """Returns when all of the update is over, and what it moves has arrived; an error if it has failed."""
 
 
-class Place:
+class MasterPlace:
     """Where this rank's shard of a master weight is: in the device's memory, unless a subclass says otherwise."""
 
     @property
@@ -46,7 +46,7 @@ class Place:
 class StoredModel(Protocol):
     """What a storage asks of the model whose states it keeps."""
 
-    def master_places(self) -> Mapping[str, Place]: ...
+    def master_places(self) -> Mapping[str, MasterPlace]: ...
 
     def watch_gradients(self, take: TakeGradient, finish: Callable[[], None]) -> None: ...
 
@@ -145,7 +145,7 @@ class ParameterUnits:
         """Whether they are in the host's memory, and the device computes in its own."""
         return False
 
-    def keep(self, group: Any) -> Mapping[nn.Parameter, Place]:
+    def keep(self, group: Any) -> Mapping[nn.Parameter, MasterPlace]:
         """Takes the shards of one of FSDP2's groups of parameters. Returns where they are, unless they stay."""
         return {}
 
@@ -195,7 +195,7 @@ class Storage:
     def move_activations(self, blocks: Iterable[nn.Module]) -> None:
         """Moves what each of `blocks` keeps for backward, if the plan says so."""
 
-    def keep_master(self, values: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, Place]:
+    def keep_master(self, values: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, MasterPlace]:
         """Copies this rank's shard of a master weight to its place; returns the tensor that shows it there.
 
         Args:
@@ -204,7 +204,7 @@ class Storage:
         Raises:
             ValueError: there is no space for it.
         """
-        return values.clone(), Place()
+        return values.clone(), MasterPlace()
 
     def parameter_units(self, gathered_as: torch.dtype | None) -> ParameterUnits:
         """Keeps the parameters of one more model, or stage, that is gathered a unit at a time.

@@ -229,7 +229,7 @@ def means_of(loss: torch.Tensor) -> list[torch.Tensor]:
 
     Public way: none. A ``TorchFunctionMode`` sees the calls, but would make ``torch.compile`` compile again.
     """
-    found: list[torch.Tensor] = []
+    divisors: list[torch.Tensor] = []
     seen: set[Node] = set()
     todo = [loss.grad_fn]
     while todo and len(seen) < _MOST_NODES:
@@ -240,16 +240,16 @@ def means_of(loss: torch.Tensor) -> list[torch.Tensor]:
         name = node.name()
         if name.startswith("NllLoss"):
             if node._saved_reduction == _NLL_MEAN:
-                found.append(node._saved_total_weight)
+                divisors.append(node._saved_total_weight)
         elif name == "MeanBackward0":
-            found.append(torch.tensor(float(node._saved_self_sym_numel)))
+            divisors.append(torch.tensor(float(node._saved_self_sym_numel)))
         elif getattr(node, "mean_over", None) is not None:
-            found.append(node.mean_over)
+            divisors.append(node.mean_over)
         elif name.startswith(_ARITHMETIC):
             if name == "DivBackward0" and node._saved_other.dim() == 0:
-                found.append(node._saved_other)
+                divisors.append(node._saved_other)
             todo.extend(before for before, _ in node.next_functions)
-    return [value.detach() for value in found]
+    return [value.detach() for value in divisors]
 
 
 def statistics_in(loss: torch.Tensor, samples: int) -> tuple[bool, list[torch.Tensor]]:
@@ -268,7 +268,7 @@ def statistics_in(loss: torch.Tensor, samples: int) -> tuple[bool, list[torch.Te
     """
     seen: set[Node] = set()
     todo: list[Any] = [loss.grad_fn]
-    found, factors = False, []
+    has_statistics, factors = False, []
     while todo and len(seen) < _MOST_NODES:
         node = todo.pop(0)
         if node is None or node in seen or node.name() == "torch::autograd::AccumulateGrad":
@@ -282,19 +282,19 @@ def statistics_in(loss: torch.Tensor, samples: int) -> tuple[bool, list[torch.Te
                 factors.append(factor.detach())
         dims = getattr(node, "_saved_dim", ()) if kind.startswith(_REDUCTIONS) else ()
         over = dims if isinstance(dims, tuple) else (dims,)
-        found |= math.prod(shape) > 1 and any(dim in (0, 2**64 - len(shape) - 1) for dim in over)
-        found |= shape == (samples, samples) and samples > 1
+        has_statistics |= math.prod(shape) > 1 and any(dim in (0, 2**64 - len(shape) - 1) for dim in over)
+        has_statistics |= shape == (samples, samples) and samples > 1
         if _is_of_samples(shape, samples):
             todo.extend(before if kind.startswith((*_ARITHMETIC, "Sum", "Mean", "Unsqueeze")) else ())
             continue
         if kind.startswith(_SELECTIONS):
             continue
         if math.prod(shape) > 1:
-            found |= any(_is_of_samples(_result_shape(each), samples) for each in before)
+            has_statistics |= any(_is_of_samples(_result_shape(each), samples) for each in before)
         else:
-            found |= kind.startswith(_NONLINEAR) or (len(before) > 1 and kind.startswith(("Mul", "Div")))
+            has_statistics |= kind.startswith(_NONLINEAR) or (len(before) > 1 and kind.startswith(("Mul", "Div")))
         todo.extend(before)
-    return found, factors
+    return has_statistics, factors
 
 
 def _result_shape(node: Any) -> tuple[int, ...]:

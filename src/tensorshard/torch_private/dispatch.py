@@ -59,8 +59,8 @@ def innermost_dispatch_mode() -> TorchDispatchMode | None:
 
     Public way: none.
     """
-    found: TorchDispatchMode | None = _get_current_dispatch_mode()
-    return found
+    mode: TorchDispatchMode | None = _get_current_dispatch_mode()
+    return mode
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

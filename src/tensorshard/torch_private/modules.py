@@ -183,19 +183,19 @@ def every_module(model: nn.Module) -> dict[str, nn.Module]:
 
     Public way: ``named_modules()``, where no module overrides it.
     """
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module | None) -> None:
         if module is None or id(module) in seen:
             return
         seen.add(id(module))
-        found[path] = module
+        modules[path] = module
         for name, inner in own_modules(module).items():
             visit(f"{path}.{name}" if path else name, inner)
 
     visit("", model)
-    return found
+    return modules
 
 
 def parameter_at(module: nn.Module, name: str) -> torch.Tensor | None:

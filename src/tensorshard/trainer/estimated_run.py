@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from tensorshard.comm.forked import TriedInVain, in_forked_process
+from tensorshard.comm.forked import ForkFailed, in_forked_process
 from tensorshard.common.words import size_text
 from tensorshard.config import ConfigError
 from tensorshard.host.memory import available_on_host
@@ -123,7 +123,7 @@ def estimate_first(
     """
     try:
         found = in_forked_process(lambda: estimate_run(config, world_size, device="cuda" if gpus else "cpu"), PATIENCE)
-    except TriedInVain as error:
+    except ForkFailed as error:
         return None, [f"no estimate of memory: {error}"]
     lines = _said_of(found)
     there = memory_of_gpus() if gpus else available_on_host()

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from tensorshard.comm.forked import TriedInVain, in_forked_process
+from tensorshard.comm.forked import ForkFailed, in_forked_process
 from tensorshard.config import ConfigError, LazyCall, instantiate, load_config
 from tensorshard.config.files import ASKED
 from tensorshard.config.overrides import apply_overrides
@@ -191,7 +191,7 @@ def choose_for_run(
 
     try:
         found = in_forked_process(search, None, shown=True)
-    except TriedInVain as error:
+    except ForkFailed as error:
         raise ConfigError(f"train.plan=auto: {error}") from error
     set_plan(config, found.best.plan)
     return found

@@ -104,26 +104,26 @@ def compare_rank(
     noise: float = _NOISE,
 ) -> Comparison:
     """Compares one rank's record with the reference; arguments as for :func:`compare`."""
-    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
+    comparison = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
     for one in _differences(reference, disturbed, record, rank, relative, noise):
-        found.counts[one.kind] += 1
-        found.largest[one.kind] = max(found.largest[one.kind], one.excess if one.error else 0.0)
+        comparison.counts[one.kind] += 1
+        comparison.largest[one.kind] = max(comparison.largest[one.kind], one.excess if one.error else 0.0)
         if one.error > one.allowed or one.error != one.error:
-            found.differences.append(one)
-    return found
+            comparison.differences.append(one)
+    return comparison
 
 
 def joined(comparisons: Sequence[Comparison]) -> Comparison:
     """What was compared on several ranks."""
-    found = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
+    overall = Comparison(dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), [])
     for one in comparisons:
         for kind in KINDS:
-            found.counts[kind] += one.counts[kind]
-            found.largest[kind] = max(found.largest[kind], one.largest[kind])
-        found.differences += one.differences
+            overall.counts[kind] += one.counts[kind]
+            overall.largest[kind] = max(overall.largest[kind], one.largest[kind])
+        overall.differences += one.differences
     order = list(KINDS)
-    found.differences.sort(key=lambda one: (one.step, order.index(one.kind)))
-    return found
+    overall.differences.sort(key=lambda one: (one.step, order.index(one.kind)))
+    return overall
 
 
 def allowed(
@@ -157,7 +157,7 @@ def _differences(
     factor: float,
 ) -> Iterator[Difference]:
     def between(
-        kind: str, expected: Tensors, found: Tensors, twin: Tensors | None, base: Tensors
+        kind: str, expected: Tensors, actual: Tensors, twin: Tensors | None, base: Tensors
     ) -> Iterator[Difference]:
         for name, value in expected.items():
             start = base.get(name)
@@ -167,18 +167,18 @@ def _differences(
             scale = float(moved.abs().max()) if moved.numel() else 0.0
             noise = 0.0 if twin is None or name not in twin else distance(value, twin[name])
             limit = allowed(value, scale, 0.0 if noise == float("inf") else noise, relative, factor)
-            if name not in found:
+            if name not in actual:
                 if kind != "gradient" or name not in record.initial:  # a rank has what its stage has
                     continue
                 error = scale  # no gradient is as good as zeros
             else:
-                error = distance(value, found[name])
+                error = distance(value, actual[name])
             yield Difference(step, kind, name, rank, error, scale, limit)
 
-    def numbers(kind: str, expected: float | None, found: float | None, twin: float | None) -> Iterator[Difference]:
-        if expected is None or found is None:
+    def numbers(kind: str, expected: float | None, actual: float | None, twin: float | None) -> Iterator[Difference]:
+        if expected is None or actual is None:
             return
-        a, b = torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64)
+        a, b = torch.tensor(expected, dtype=torch.float64), torch.tensor(actual, dtype=torch.float64)
         noise = 0.0 if twin is None else abs(twin - expected)
         dtype = next((one.dtype for one in reference.initial.values() if one.is_floating_point()), torch.float32)
         limit = allowed(a.to(dtype), abs(expected), noise, relative, factor)
@@ -187,25 +187,25 @@ def _differences(
     step = -1
     yield from between("initial weight", reference.initial, record.initial, None, {})
     empty = Step()
-    for step, (expected, found) in enumerate(zip(reference.steps, record.steps, strict=True)):
+    for step, (expected, actual) in enumerate(zip(reference.steps, record.steps, strict=True)):
         twin = disturbed.steps[step] if disturbed is not None else empty
         if rank == 0:  # the loss that is compared is the mean over the ranks; it is in the first record
-            yield from numbers("loss", expected.loss, found.loss, twin.loss)
-        gradients = _as_they_were_read(expected, found)
-        yield from between("gradient", gradients, found.gradients, twin.gradients, {})
-        yield from numbers("norm", expected.norm, found.norm, twin.norm)
-        yield from between("weight", expected.weights, found.weights, twin.weights, reference.initial)
-        yield from between("buffer", expected.buffers, found.buffers, twin.buffers, {})
-        yield from between("state", expected.states, found.states, twin.states, {})
+            yield from numbers("loss", expected.loss, actual.loss, twin.loss)
+        gradients = _as_they_were_read(expected, actual)
+        yield from between("gradient", gradients, actual.gradients, twin.gradients, {})
+        yield from numbers("norm", expected.norm, actual.norm, twin.norm)
+        yield from between("weight", expected.weights, actual.weights, twin.weights, reference.initial)
+        yield from between("buffer", expected.buffers, actual.buffers, twin.buffers, {})
+        yield from between("state", expected.states, actual.states, twin.states, {})
     step = len(reference.steps)
     yield from between("other", reference.others, record.others, disturbed.others if disturbed else None, {})
 
 
-def _as_they_were_read(expected: Step, found: Step) -> Tensors:
+def _as_they_were_read(expected: Step, actual: Step) -> Tensors:
     """The gradients of the reference; clipped, where a rank clips by code of its own before its gradients are read."""
-    if expected.clipped is None or found.norm is not None or found.gradients.keys() != expected.gradients.keys():
+    if expected.clipped is None or actual.norm is not None or actual.gradients.keys() != expected.gradients.keys():
         return expected.gradients
-    length, whole = _length(found.gradients), _length(expected.gradients)
+    length, whole = _length(actual.gradients), _length(expected.gradients)
     if abs(length - expected.clipped * whole) >= abs(length - whole):
         return expected.gradients
     return {name: value * expected.clipped for name, value in expected.gradients.items()}

@@ -115,11 +115,11 @@ class _Case:
 
     def _worst(self, kind: str) -> dict[str, Difference]:
         """By name, the largest difference of any rank."""
-        found: dict[str, Difference] = {}
+        worst: dict[str, Difference] = {}
         for one in self.differences:
-            if one.kind == kind and (one.name not in found or one.error > found[one.name].error):
-                found[one.name] = one
-        return found
+            if one.kind == kind and (one.name not in worst or one.error > worst[one.name].error):
+                worst[one.name] = one
+        return worst
 
     def _limit(self, value: torch.Tensor) -> float:
         scale = float(value.abs().max()) if value.numel() else 0.0
@@ -145,12 +145,12 @@ class _Case:
         """How far `tensor` is from each part of the reference's; None if it is one of them, or cannot be."""
         sizes = []
         for one in expected:
-            found = None if one is None else nearest(tensor, one)
-            if one is None or found is None:
+            apart = None if one is None else nearest(tensor, one)
+            if one is None or apart is None:
                 continue
-            if found <= self._bound(module, one):
+            if apart <= self._bound(module, one):
                 return None
-            sizes.append(found / max(float(one.abs().max()), 1e-30))
+            sizes.append(apart / max(float(one.abs().max()), 1e-30))
         return min(sizes, default=None)
 
     def _bound(self, module: str, tensor: torch.Tensor) -> float:
@@ -194,8 +194,8 @@ class _Case:
         assert self.twin is not None
         ours, twins = _by_module(self.expected.calls)[module], _by_module(self.twin.calls).get(module, [])
         pairs = [(a.output, b.output) for a, b in zip(ours, twins, strict=False)]
-        found = [distance(a, b) for a, b in pairs if a is not None and b is not None]
-        return max((one for one in found if one != float("inf")), default=0.0)
+        distances = [distance(a, b) for a, b in pairs if a is not None and b is not None]
+        return max((one for one in distances if one != float("inf")), default=0.0)
 
     def _differing(self, call: Call, expected: list[Call], rank: int, size: float) -> Culprit:
         where = f"the output of {call.module!r} ({call.kind}) is the first that differs, by {size:.1e}, on rank {rank}"
@@ -246,11 +246,11 @@ class _Case:
         counts = []
         for rows in given:
             assert rows is not None
-            found = _occurrences(rows, expected)
-            if found is None:
+            occurrences = _occurrences(rows, expected)
+            if occurrences is None:
                 return None
-            counts.append(found)
-        strangers = [int(found[1].sum()) for found in counts]
+            counts.append(occurrences)
+        strangers = [int(occurrences[1].sum()) for occurrences in counts]
         if any(strangers) and not all(strangers):  # a part of a sequence, say, has no row in common with the whole
             rank = next(rank for rank, number in enumerate(strangers) if number)
             return Culprit(
@@ -260,7 +260,7 @@ class _Case:
             if any(rows is not None and rows.shape[1] != expected.shape[1] for rows in given):
                 return None
             return Culprit(OTHER_SAMPLES, None, 0, 1.0, "the ranks got samples that are not in the batch")
-        seen = torch.stack([found[0] for found in counts])
+        seen = torch.stack([occurrences[0] for occurrences in counts])
         total = seen.sum(0)
         whole = bool((seen == 1).all())  # each rank has the whole batch: tensor parallelism, say
         if whole or (bool((total == total[0]).all()) and int(total.min()) > 0):
@@ -287,14 +287,14 @@ class _Case:
         ratios: list[torch.Tensor] = []
         every_rank = [_logits(step) for step in self.steps]
         joined = _joined(every_rank, rows.shape[1])
-        for rank, found in enumerate(every_rank if joined is None else [joined]):
-            if found is None:
+        for rank, actual in enumerate(every_rank if joined is None else [joined]):
+            if actual is None:
                 continue
-            matched = _matched_rows(found, expected)
+            matched = _matched_rows(actual, expected)
             if matched is None:
                 continue
             index, columns = matched
-            wanted, got = gradients[index][:, columns], found[1]
+            wanted, got = gradients[index][:, columns], actual[1]
             size, other = wanted.norm(dim=1), got.norm(dim=1)
             floor = 1e-6 * float(length.max())
             ignored = (size <= floor) & (other > 1e-3 * float(other.max()))
@@ -358,14 +358,14 @@ class _Case:
                 if distance(reduced, expected) <= len(present) * self._limit(expected):
                     return said(NOT_REDUCED, f": each rank has its own, whose {way} is right; it was not reduced")
             return said(NOT_REDUCED, ": each rank has another one; it was not reduced")
-        found = self._one(name)
-        ratio = _factor([(found, expected)])
+        gradient = self._one(name)
+        ratio = _factor([(gradient, expected)])
         if ratio is not None:
             if abs(ratio) < _CLOSE:
                 return said(GRADIENT, ": it is zero")
             if abs(ratio - 1) > 10 * _CLOSE:
                 return said(SCALED, f": {ratio:.4g} times the right one")
-        if not float(found.abs().max()):
+        if not float(gradient.abs().max()):
             return said(GRADIENT, ": it is zero")
         if _share(worst) < _ROUNDED and all(_share(one) < _ROUNDED for one in self.wrong.values()):
             return said(PRECISION, " by as much as sums in 16 bits are")
@@ -373,8 +373,8 @@ class _Case:
 
     def _one(self, name: str) -> torch.Tensor:
         """The gradient of one rank that has it, the one that is furthest from the right one."""
-        found = self.steps[self.wrong[name].rank].gradients.get(name)
-        return torch.zeros_like(self.expected.gradients[name]) if found is None else found
+        gradient = self.steps[self.wrong[name].rank].gradients.get(name)
+        return torch.zeros_like(self.expected.gradients[name]) if gradient is None else gradient
 
     def _backward_order(self) -> list[str]:
         """The parameters in the order in which a backward reaches their modules."""
@@ -386,13 +386,13 @@ class _Case:
 
     def _of_norm(self) -> Culprit:
         first = next(one for one in self.differences if one.kind == "norm")
-        found = self.steps[first.rank].norm or 0.0
+        actual = self.steps[first.rank].norm or 0.0
         expected = self.expected.norm or 0.0
-        smaller = found < expected
+        smaller = actual < expected
         what = "misses a part of the gradients, or is one rank's own" if smaller else "counts a part more than once"
         return Culprit(
             NORM, None, first.rank, _share(first),
-            f"all gradients are right; their norm is {found:.4g} on rank {first.rank}, not {expected:.4g}: it {what}",
+            f"all gradients are right; their norm is {actual:.4g} on rank {first.rank}, not {expected:.4g}: it {what}",
         )  # fmt: skip
 
     def _of_update(self) -> Culprit:
@@ -448,25 +448,25 @@ class _Case:
 # -- tensors and their parts --
 
 
-def nearest(found: torch.Tensor, whole: torch.Tensor) -> float | None:
-    """The largest distance of `found` from the nearest part of `whole`.
+def nearest(tensor: torch.Tensor, whole: torch.Tensor) -> float | None:
+    """The largest distance of `tensor` from the nearest part of `whole`.
 
     A part is some of its rows, a slice of a dimension, or some of its tokens (vectors of the last dimension) in any
     order and shape, or the same columns of them. None if shapes say that it cannot be a part.
     """
-    apart = _part_apart(found, whole)
-    if apart == 0.0 or min(found.ndim, whole.ndim) < 2:
+    apart = _part_apart(tensor, whole)
+    if apart == 0.0 or min(tensor.ndim, whole.ndim) < 2:
         return apart
-    tokens = _tokens_apart(found, whole)
+    tokens = _tokens_apart(tensor, whole)
     return apart if tokens is None else float(tokens.max()) if apart is None else min(apart, float(tokens.max()))
 
 
-def _tokens_apart(found: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
-    """The distance of each token of `found` from the nearest of `whole`, by the columns that fit best.
+def _tokens_apart(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+    """The distance of each token of `tensor` from the nearest of `whole`, by the columns that fit best.
 
     None if it cannot be one of them, or if tokens are so short that some are near by chance.
     """
-    a, b = found.double().flatten(0, -2), whole.double().flatten(0, -2)
+    a, b = tensor.double().flatten(0, -2), whole.double().flatten(0, -2)
     width = a.shape[1]
     if not len(a) or width < 4 or width > b.shape[1] or len(a) * len(b) * width > _MOST_COMPARED:
         return None
@@ -475,24 +475,24 @@ def _tokens_apart(found: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | No
     return min(parts, key=lambda apart: float(apart.max().nan_to_num(float("inf")))).nan_to_num(float("inf"))
 
 
-def _part_apart(found: torch.Tensor, whole: torch.Tensor) -> float | None:
+def _part_apart(tensor: torch.Tensor, whole: torch.Tensor) -> float | None:
     """`nearest` by rows and slices alone."""
-    if found.shape == whole.shape:
-        apart = distance(found, whole)
-        if apart == 0.0 or found.ndim < 2:
+    if tensor.shape == whole.shape:
+        apart = distance(tensor, whole)
+        if apart == 0.0 or tensor.ndim < 2:
             return apart
-        return min(apart, _rows_apart(found, whole))
-    if found.ndim != whole.ndim or not found.ndim:
+        return min(apart, _rows_apart(tensor, whole))
+    if tensor.ndim != whole.ndim or not tensor.ndim:
         return None
-    if found.shape[1:] == whole.shape[1:]:
-        return _rows_apart(found, whole)
+    if tensor.shape[1:] == whole.shape[1:]:
+        return _rows_apart(tensor, whole)
     candidates = []
-    for dim, (size, full) in enumerate(zip(found.shape, whole.shape, strict=True)):
-        others = [d for d in range(found.ndim) if d != dim and (d != 0 or dim == 0)]
-        if size >= full or any(found.shape[d] != whole.shape[d] for d in others):
+    for dim, (size, full) in enumerate(zip(tensor.shape, whole.shape, strict=True)):
+        others = [d for d in range(tensor.ndim) if d != dim and (d != 0 or dim == 0)]
+        if size >= full or any(tensor.shape[d] != whole.shape[d] for d in others):
             continue
         for part in _slices(whole, dim, size):
-            candidates.append(_rows_apart(found, part))
+            candidates.append(_rows_apart(tensor, part))
             if not candidates[-1]:
                 return 0.0
     return min(candidates, default=None)
@@ -515,9 +515,9 @@ def _slices(whole: torch.Tensor, dim: int, size: int) -> Iterator[torch.Tensor]:
                 )
 
 
-def _rows_apart(found: torch.Tensor, whole: torch.Tensor) -> float:
-    """The largest distance of a row of `found` from the row of `whole` that is nearest."""
-    a, b = found.double().reshape(len(found), -1), whole.double().reshape(len(whole), -1)
+def _rows_apart(tensor: torch.Tensor, whole: torch.Tensor) -> float:
+    """The largest distance of a row of `tensor` from the row of `whole` that is nearest."""
+    a, b = tensor.double().reshape(len(tensor), -1), whole.double().reshape(len(whole), -1)
     if a.shape[1] != b.shape[1]:
         return float("inf")
     apart = torch.stack([(b - row).abs().amax(1).min() for row in a]) if len(a) else torch.zeros(1)
@@ -525,10 +525,10 @@ def _rows_apart(found: torch.Tensor, whole: torch.Tensor) -> float:
 
 
 def _by_module(calls: Iterable[Call]) -> dict[str, list[Call]]:
-    found: dict[str, list[Call]] = {}
+    by_module: dict[str, list[Call]] = {}
     for call in calls:
-        found.setdefault(call.module, []).append(call)
-    return found
+        by_module.setdefault(call.module, []).append(call)
+    return by_module
 
 
 def _inputs(step: Step, module: str) -> torch.Tensor | None:
@@ -593,14 +593,14 @@ def _joined(
 
 
 def _matched_rows(
-    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+    actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, slice] | None:
-    """Which row of `expected` each of `found` is, and which columns of it its gradients have.
+    """Which row of `expected` each of `actual` is, and which columns of it its gradients have.
 
     Both are logits and their gradients; either may be a part of the columns, as those of a split vocabulary. Of rows
     whose logits are the same, such as those of one token in several places, it is the one whose gradient is most alike.
     """
-    (logits, gradients), (all_logits, all_gradients) = found, expected
+    (logits, gradients), (all_logits, all_gradients) = actual, expected
     near, own = None, slice(None)
     for own in _columns(logits.shape[1], all_logits.shape[1]):
         part = all_logits[:, own]
@@ -644,34 +644,34 @@ def _factor(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in pairs if a.shape == b.shape]
     if not pairs:
         return None
-    found, expected = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
+    actual, expected = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
     square = float(expected @ expected)
     if not square:
         return None
-    ratio = float(found @ expected) / square
-    rest = float((found - ratio * expected).norm())
-    return ratio if rest <= 2 * _CLOSE * max(float(found.norm()), 1e-12 * square**0.5) else None
+    ratio = float(actual @ expected) / square
+    rest = float((actual - ratio * expected).norm())
+    return ratio if rest <= 2 * _CLOSE * max(float(actual.norm()), 1e-12 * square**0.5) else None
 
 
-def _other_zeros(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _other_zeros(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether other elements are exactly zero, and many of them: what dropout does."""
-    if found.numel() < 8 or not expected.numel():
+    if actual.numel() < 8 or not expected.numel():
         return False
-    zero, other = found == 0, expected == 0
+    zero, other = actual == 0, expected == 0
     if not 0.02 < float(zero.float().mean()) < 0.98:
         return False
     if float(other.float().mean()) < 1e-3:
         return True
-    if found.shape != expected.shape or bool((zero == other).all()):
+    if actual.shape != expected.shape or bool((zero == other).all()):
         return False
     both = ~zero & ~other
-    return bool(both.any()) and float((found - expected).abs()[both].max()) <= _CLOSE * float(expected.abs().max())
+    return bool(both.any()) and float((actual - expected).abs()[both].max()) <= _CLOSE * float(expected.abs().max())
 
 
-def _is_rounded(found: torch.Tensor, outputs: Sequence[torch.Tensor]) -> bool:
-    narrow = found.dtype in (torch.bfloat16, torch.float16) and all(one.dtype != found.dtype for one in outputs)
+def _is_rounded(output: torch.Tensor, outputs: Sequence[torch.Tensor]) -> bool:
+    narrow = output.dtype in (torch.bfloat16, torch.float16) and all(one.dtype != output.dtype for one in outputs)
     return narrow or any(
-        bool((found == found.to(kind).to(found.dtype)).all()) for kind in (torch.bfloat16, torch.float16)
+        bool((output == output.to(kind).to(output.dtype)).all()) for kind in (torch.bfloat16, torch.float16)
     )
 
 

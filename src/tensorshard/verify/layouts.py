@@ -84,10 +84,10 @@ def verify_layout(
     to_name = _renaming(rename)
     plain, disturbed = notebook_launch(partial(_alone, reference, steps), ranks=1, timeout=timeout)[0]
     shapes = {name: value.shape for name, value in plain.initial.items()}
-    found = notebook_launch(partial(_on_rank, parallel, steps, shapes, gather, to_name), ranks=ranks, timeout=timeout)
-    _share_losses(found)
-    comparison = compare(plain, disturbed, found, None)
-    culprit = find_culprit(plain, disturbed, found, comparison, None)
+    records = notebook_launch(partial(_on_rank, parallel, steps, shapes, gather, to_name), ranks=ranks, timeout=timeout)
+    _share_losses(records)
+    comparison = compare(plain, disturbed, records, None)
+    culprit = find_culprit(plain, disturbed, records, comparison, None)
     facts = {
         "reference": _name(reference),
         "parallel": _name(parallel),

@@ -102,16 +102,16 @@ def narrow(config: Any, parts: frozenset[str], layers: Mapping[int, int], *, tp:
 
 def drop_nothing(config: Any) -> bool:
     """Sets every rate of dropout in `config` to 0; returns whether one was not."""
-    found = False
+    has_dropout = False
     for part in _configs(config):
         for name, value in _plain(part):
             if type(value) is float and value and _DROPOUT.search(name):
                 setattr(part, name, 0.0)
-                found = True
+                has_dropout = True
             elif name == "apply_spec_augment" and value is True:
                 setattr(part, name, False)
-                found = True
-    return found
+                has_dropout = True
+    return has_dropout
 
 
 def _configs(config: Any) -> Iterator[Any]:
@@ -127,20 +127,20 @@ def _plain(config: Any) -> list[tuple[str, Any]]:
 
 
 def _fewer_layers(configs: list[Any], layers: Mapping[int, int]) -> bool:
-    found = False
+    has_changed = False
     for config in configs:
         for name, value in _plain(config):
             if type(value) is int and value in layers and COUNTS_LAYERS.search(name):
                 setattr(config, name, layers[value])
-                found = True
+                has_changed = True
             elif _DEPTHS.search(name) and isinstance(value, list | tuple) and max(value) > _LEAST_DEPTH:
                 setattr(config, name, type(value)(min(depth, _LEAST_DEPTH) for depth in value))
-                found = True
+                has_changed = True
     for config in configs:  # afterwards, since a setter may look at the number of layers
         for name, value in _plain(config):
             if isinstance(value, list | tuple) and len(value) in layers and re.search(r"layer|block|rope|type", name):
                 setattr(config, name, value[: layers[len(value)]])
-    return found
+    return has_changed
 
 
 def _ints(configs: list[Any], names: re.Pattern[str], but: re.Pattern[str] | None = None) -> list[int]:
@@ -186,7 +186,7 @@ def _narrower(configs: list[Any], tp: int, said: list[str]) -> bool:
         return not rest and smaller >= min(value, least) and (smaller % tp == 0) == (value % tp == 0)
 
     fewest = min(heads, default=1)
-    best, found = 0, (1, 1)
+    best, divisors = 0, (1, 1)
     for by_heads in _divisors(math.gcd(*heads)):
         # The fewest are those of keys and values.
         if not all(allowed(n, by_heads, max(2, tp) if n == fewest and len(set(heads)) > 1 else 2 * tp) for n in heads):
@@ -201,18 +201,20 @@ def _narrower(configs: list[Any], tp: int, said: list[str]) -> bool:
             if max(small, default=_HEAD) < _HEAD and by_size > 1:
                 continue
             if product > best and all(allowed(width, product, tp) for width in widths):
-                best, found = product, (by_heads, by_size)
+                best, divisors = product, (by_heads, by_size)
     if best <= 1:
         return False
     main = next(iter(_ints(configs, re.compile(r"^(hidden_size|d_model|n_embd|dim)$"))), max(widths))
-    said.append(f"width {main // best} of {main}" + (f", {heads[0] // found[0]} of {heads[0]} heads" if heads else ""))
-    _divide(configs, _HEADS, found[0])
-    _divide(configs, _HEAD_SIZES, found[1])
+    said.append(
+        f"width {main // best} of {main}" + (f", {heads[0] // divisors[0]} of {heads[0]} heads" if heads else "")
+    )
+    _divide(configs, _HEADS, divisors[0])
+    _divide(configs, _HEAD_SIZES, divisors[1])
     _divide(configs, _WIDTHS, best, _OTHER_SIZES)
     for config in configs:
         for name, value in _plain(config):
             if isinstance(value, dict) and "rope" in name:
-                _divide_frequencies(value, found[1], {size // 2 for size in (*sizes, *implied)})
+                _divide_frequencies(value, divisors[1], {size // 2 for size in (*sizes, *implied)})
     return True
 
 
@@ -269,7 +271,7 @@ def _smaller_vocabulary(configs: list[Any], tp: int, said: list[str]) -> Callabl
 
 
 def _fewer_experts(configs: list[Any], said: list[str]) -> bool:
-    found = False
+    has_changed = False
     for config in configs:
         each = max(_ints([config], _EXPERTS_OF_TOKEN), default=2)
         groups = max(_ints([config], _EXPERT_GROUPS), default=1)
@@ -279,8 +281,8 @@ def _fewer_experts(configs: list[Any], said: list[str]) -> bool:
                 if fits and fits[0] < value:
                     setattr(config, name, fits[0])
                     said.append(f"{fits[0]} of {value} experts")
-                    found = True
-    return found
+                    has_changed = True
+    return has_changed
 
 
 class BlockList:

@@ -145,26 +145,26 @@ class TorchSource:
         return {name: self._whole(name, _weight(p)) for name, p in self._parameters()}
 
     def buffers(self) -> Tensors:
-        found = {}
+        buffers = {}
         for raw, buffer in self._model.named_buffers():
             name = self._rename(raw)
             if self._shapes is None or buffer.shape == self._shapes.get(name, buffer.shape):
-                found[name] = _copy(buffer.full_tensor() if isinstance(buffer, DTensor) else buffer)
-        return found
+                buffers[name] = _copy(buffer.full_tensor() if isinstance(buffer, DTensor) else buffer)
+        return buffers
 
     def gradients(self) -> Tensors:
-        found = {}
+        gradients = {}
         for name, parameter in self._parameters():
             gradient = _gradient(parameter)
             if self._shapes is not None and not isinstance(gradient, DTensor) and self._is_part(name, parameter):
                 gradient = torch.zeros_like(parameter) if gradient is None else gradient  # gather is a collective
             if gradient is not None:
-                found[name] = self._whole(name, gradient)
-        return found
+                gradients[name] = self._whole(name, gradient)
+        return gradients
 
     def states(self) -> Tensors:
         names = {id(parameter): name for name, parameter in self._parameters()}
-        found = {}
+        states = {}
         for optimizer in self._optimizers:
             for parameter, values in optimizer.state.items():
                 name = names.get(id(parameter))
@@ -173,8 +173,8 @@ class TorchSource:
                 for key in sorted(values, key=str):
                     value = values[key]
                     if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
-                        found[f"{name}/{key}"] = self._whole(name, value)
-        return found
+                        states[f"{name}/{key}"] = self._whole(name, value)
+        return states
 
     @contextmanager
     def watched(self, step: Step) -> Iterator[None]:
@@ -325,9 +325,9 @@ def _recorded_calls(model: nn.Module, step: Step, rename: Callable[[str], str]) 
             if main is not None and main.requires_grad and torch.is_grad_enabled():
 
                 def arrived(gradient: torch.Tensor) -> None:
-                    found = _local(gradient)
-                    if found is not None:
-                        call.gradient = _copy(found)
+                    local_gradient = _local(gradient)
+                    if local_gradient is not None:
+                        call.gradient = _copy(local_gradient)
 
                 main.register_hook(arrived)
 

@@ -163,8 +163,8 @@ def _inputs_with_tokens(
     model: nn.Module, inputs: Any, tokens: Callable[[torch.Tensor], torch.Tensor], *, labels: bool
 ) -> Any:
     def again(name: str, value: Any) -> Any:
-        found = _TOKENS.search(name) or (labels and name == _LABELS)
-        return tokens(value) if found and _may_be_tokens(value) else value
+        is_token_name = _TOKENS.search(name) or (labels and name == _LABELS)
+        return tokens(value) if is_token_name and _may_be_tokens(value) else value
 
     if isinstance(inputs, Mapping):
         return {name: again(name, value) for name, value in inputs.items()}
@@ -430,27 +430,27 @@ def _kinds_of_modules(model: nn.Module) -> set[Hashable]:
     def place(name: str) -> str:
         return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
-    found: set[Hashable] = set()
+    kinds: set[Hashable] = set()
     for name, module in model.named_modules():
         attributes = [key for key in vars(module) if not key.startswith("_")]
-        found.add((place(name), type(module), frozenset(attributes)))
-    found.update((place(name), tensor.dim()) for name, tensor in model.named_parameters())
-    return found
+        kinds.add((place(name), type(module), frozenset(attributes)))
+    kinds.update((place(name), tensor.dim()) for name, tensor in model.named_parameters())
+    return kinds
 
 
 def remove_dropout(model: nn.Module) -> bool:
     """Sets the rates of dropout in `model` to 0, also those of whole branches; returns whether one was not."""
-    found = False
+    has_dropout = False
     for module in model.modules():
         drops = re.search(r"[Dd]rop|StochasticDepth", type(module).__name__) is not None
         for name, value in list(vars(module).items()):
             if type(value) is float and value and ("drop" in name or (drops and name in ("p", "prob"))):
                 setattr(module, name, 0.0)
-                found = True
+                has_dropout = True
         config = vars(module).get("config")
         if hasattr(config, "model_type"):
-            found |= drop_nothing(config)
-    return found
+            has_dropout |= drop_nothing(config)
+    return has_dropout
 
 
 def _try(candidate: _Candidate, inputs: Any, targets: Any, loss_fn: Loss | None) -> bool:

@@ -136,8 +136,12 @@ class Verification:
         return f"<table>{head}{rows}</table>"
 
     def _rows(self) -> list[tuple[str, int, float]]:
-        found = self.comparison
-        return [(name, found.counts[kind], found.largest[kind]) for kind, name in KINDS.items() if found.counts[kind]]
+        comparison = self.comparison
+        return [
+            (name, comparison.counts[kind], comparison.largest[kind])
+            for kind, name in KINDS.items()
+            if comparison.counts[kind]
+        ]
 
 
 def versions() -> dict[str, str]:

@@ -339,8 +339,8 @@ def _on_rank(case: _Case, file: str) -> tuple[Comparison, Record | None] | str:
     made = _by_engine(case, case.plan, data_ranks=None, asks=frozenset(reference[0].others))
     if isinstance(made, str):
         return made
-    found = compare_rank(*reference, made, dist.get_rank(), *case.tolerance())
-    return found, made if case.watches_modules else None
+    comparison = compare_rank(*reference, made, dist.get_rank(), *case.tolerance())
+    return comparison, made if case.watches_modules else None
 
 
 def _by_engine(case: _Case, plan: Plan, data_ranks: int | None, *, asks: Container[str] = (_EVALUATION,)) -> Any:
@@ -393,8 +393,8 @@ def _whole_batch(engine: Engine, value: torch.Tensor, data_ranks: int) -> torch.
 
 def _main_output(output: Any) -> Tensors:
     """The largest floating-point tensor of an output that has a row for each sample."""
-    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    main = max((leaf for leaf in found if leaf.dim()), key=lambda leaf: leaf.numel(), default=None)
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    main = max((leaf for leaf in tensors if leaf.dim()), key=lambda leaf: leaf.numel(), default=None)
     return {} if main is None else {"prediction": main.detach().to("cpu", copy=True)}
 
 
@@ -420,11 +420,11 @@ class _EngineSource:
         self._engine.save(self._folder, overwrite=True)
         if self._engine.mesh.rank:
             return {}
-        found = {}
+        states = {}
         for key, value in read_tensors(self._folder, "optimizer.").items():
             state, _, name = key.partition(".")
-            found[f"{name}/{state}"] = value
-        return found
+            states[f"{name}/{state}"] = value
+        return states
 
     @contextmanager
     def watched(self, step: Step) -> Iterator[None]:
@@ -474,12 +474,12 @@ def _tried(case: _Case) -> _Trial:
     """
     data_ranks = case.ranks // (case.plan.tp * case.plan.pp * case.plan.cp)
     shapes, file = notebook_launch(partial(_alone, case, data_ranks), ranks=1, timeout=_TIMEOUT)[0]
-    found = notebook_launch(partial(_on_rank, case, file), ranks=case.ranks, timeout=_TIMEOUT)
-    refusal = next((one for one in found if isinstance(one, str)), None)
+    outcomes = notebook_launch(partial(_on_rank, case, file), ranks=case.ranks, timeout=_TIMEOUT)
+    refusal = next((one for one in outcomes if isinstance(one, str)), None)
     if refusal is not None:
         raise ValueError(refusal)
-    records = [record for _, record in found if record is not None]
-    return _Trial(case, shapes, file, records, joined([comparison for comparison, _ in found]))
+    records = [record for _, record in outcomes if record is not None]
+    return _Trial(case, shapes, file, records, joined([comparison for comparison, _ in outcomes]))
 
 
 def _decided_in_fp64(case: _Case, trial: _Trial, notes: list[str]) -> tuple[_Trial, list[str]]:
@@ -495,10 +495,10 @@ def _parts(plan: Plan) -> dict[str, dict[str, Any]]:
     """The parts of a plan, by their names for people: what each adds to one process."""
     plain = Plan(dp_shard=1, zero=0)
     data_ranks = plan.dp_replicate * plan.dp_shard
-    found: dict[str, dict[str, Any]] = {}
+    parts: dict[str, dict[str, Any]] = {}
     if data_ranks > 1:
         ranks = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
-        found[f"zero={plan.zero}, {_shape(plan)} data ranks"] = {**ranks, "zero": plan.zero}
+        parts[f"zero={plan.zero}, {_shape(plan)} data ranks"] = {**ranks, "zero": plan.zero}
     for field in fields(Plan):
         value = getattr(plan, field.name)
         if field.name in ("dp_replicate", "dp_shard", "zero", "precision", "reduce_dtype", *_WITH) or value == getattr(
@@ -506,8 +506,8 @@ def _parts(plan: Plan) -> dict[str, dict[str, Any]]:
         ):
             continue
         with_it = {name: getattr(plan, name) for name, axis in _WITH.items() if axis == field.name}
-        found[f"{field.name}={value}"] = {field.name: value, **with_it}
-    return found
+        parts[f"{field.name}={value}"] = {field.name: value, **with_it}
+    return parts
 
 
 def _shape(plan: Plan) -> str:
@@ -518,7 +518,7 @@ def _smallest_part(case: _Case) -> tuple[str, list[Part]]:
     """Takes parts of the plan away, one by one, as long as what is left still fails."""
     parts = _parts(case.plan)
     kept = dict(parts)
-    found = []
+    removals = []
     for name in parts:
         if len(kept) < 2:
             break
@@ -526,10 +526,10 @@ def _smallest_part(case: _Case) -> tuple[str, list[Part]]:
         is_exact = _is_exact(case, rest)
         if is_exact is None:  # it means nothing without the part
             continue
-        found.append(Part(f"without {name}", is_exact))
+        removals.append(Part(f"without {name}", is_exact))
         if not is_exact:
             kept = rest
-    return " ".join(kept), found
+    return " ".join(kept), removals
 
 
 def _is_exact(case: _Case, parts: dict[str, dict[str, Any]]) -> bool | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorshard.loss.heads import update_rule
-from tensorshard.loss.heads.update_rule import Rule, Slot, Update
+from tensorshard.loss.heads.update_rule import ParameterShard, Rule, Update
 from tensorshard.loss.kernels import REFERENCE, block_size
 from tensorshard.loss.tiles import Precision, Tiles
 
@@ -19,14 +19,14 @@ def _updated(weight: torch.dtype, momentum: torch.dtype, features: int, complete
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(ROWS, features, generator=generator).mul_(0.05).to(weight)
     scales = torch.zeros(ROWS, features // block_size(features)) if momentum == torch.int8 else None
-    slot = Slot(weights, torch.zeros(ROWS, features, dtype=momentum), scales)
+    shard = ParameterShard(weights, torch.zeros(ROWS, features, dtype=momentum), scales)
     input = torch.randn(SAMPLES, features, generator=generator)
     tiles = Tiles(input, weights, None, None, None, Precision(torch.float32, torch.float32))
     for step in range(5):
-        update = Update(tiles, slot, None, Rule(0.9, complete, 0.1, 1e-3), seed=step)
+        update = Update(tiles, shard, None, Rule(0.9, complete, 0.1, 1e-3), seed=step)
         for tile in tiles:
             update.put_product(tile, torch.randn(tile.width, SAMPLES, generator=generator))
-    return [slot.weight, slot.momentum, *([] if slot.scales is None else [slot.scales])]
+    return [shard.weight, shard.momentum, *([] if shard.scales is None else [shard.scales])]
 
 
 @pytest.mark.skipif(update_rule._functions() is None, reason="needs a C compiler")

@@ -16,7 +16,7 @@ from tensorshard.loss import tiled_loss, tiles
 from tensorshard.loss.logits.deferred_logits import DeferredLogits, Source
 from tensorshard.loss.logits.linear_logits import LinearLogits
 from tensorshard.loss.logits.output_layers import defer_linear
-from tensorshard.loss.loss_arguments import Place
+from tensorshard.loss.loss_arguments import ClassShard
 from tensorshard.nn.functional import parallel_cross_entropy
 
 FEATURES, CLASSES = 6, 23
@@ -193,7 +193,7 @@ def _tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 
 def _pending(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, **options: Any) -> tuple[Any, Source, list[Any]]:
     uses: list[Any] = []
-    linear = LinearLogits(x, x.ndim - 1, w, b, Place(0, CLASSES, None), **options)
+    linear = LinearLogits(x, x.ndim - 1, w, b, ClassShard(0, CLASSES, None), **options)
     logits, source = defer_linear(linear, lambda name, computed: uses.append((name, computed)))
     return logits, source, uses
 

@@ -38,14 +38,14 @@ def contract(
         is_sum: whether the product may be computed as a sum of products of parts.
     """
     name = name_of(func)
-    found = []
+    candidates = []
     for position, (operand, names) in enumerate(zip(operands, letters, strict=True)):
         if isinstance(operand, SequenceTensor):
             letter = names[operand.split_dim]
             weight = operand.numel() * (1 if operand.sequence.is_home else 1e-9)
-            found.append((letter in result, weight, -position, letter, operand.sequence, operand.group))
-    best = max(found, key=lambda each: each[:3])
-    first = next(each for each in found if each[0] == best[0])
+            candidates.append((letter in result, weight, -position, letter, operand.sequence, operand.group))
+    best = max(candidates, key=lambda each: each[:3])
+    first = next(each for each in candidates if each[0] == best[0])
     is_kept, _, _, letter, layout, group = first if best[1] <= _FEW * first[1] else best
     if letter is None or (not is_kept and not is_sum):
         return NotImplemented

@@ -48,10 +48,10 @@ def _with_halo(
     x: SequenceTensor, kernel: int, stride: int, padding: int, dilation: int
 ) -> tuple[torch.Tensor, SequenceLayout] | None:
     """What this rank's windows see, with zeros beyond the ends; and the layout of the windows."""
-    found = _windows(x.sequence, kernel, stride, padding, dilation)
-    if found is None:
+    windows = _windows(x.sequence, kernel, stride, padding, dilation)
+    if windows is None:
         return None
-    layout, wanted, beyond = found
+    layout, wanted, beyond = windows
     seen = fetch(x.local, x.split_dim, x.sequence, wanted, "halo", x.group)
     ends = beyond[x.group.rank]
     return (F.pad(seen, [0, 0] * (x.ndim - 1 - x.split_dim) + list(ends)) if any(ends) else seen), layout
@@ -81,12 +81,12 @@ def convolution(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         padding = [d * (k - 1) // 2 * is_same for d, k in zip(dilation, kernel, strict=True)]
     else:
         padding = _tuple(call["padding"], n)
-    found = _with_halo(x, kernel[at], stride[at], padding[at], dilation[at])
-    if found is None:
+    with_halo = _with_halo(x, kernel[at], stride[at], padding[at], dilation[at])
+    if with_halo is None:
         return NotImplemented
     padding[at] = 0
-    out = func(found[0], weight, call["bias"], stride, padding, dilation, call["groups"])
-    return SequenceTensor(out, x.split_dim, found[1], x.group)
+    out = func(with_halo[0], weight, call["bias"], stride, padding, dilation, call["groups"])
+    return SequenceTensor(out, x.split_dim, with_halo[1], x.group)
 
 
 @rule("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d")
@@ -110,11 +110,11 @@ def pool(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     stride = _tuple(call["stride"] or kernel, n)
     if x.split_dim < 2:
         return x.like(func(x.local, kernel, stride))
-    found = _with_halo(x, kernel[x.split_dim - 2], stride[x.split_dim - 2], 0, 1)
+    with_halo = _with_halo(x, kernel[x.split_dim - 2], stride[x.split_dim - 2], 0, 1)
     return (
         NotImplemented
-        if found is None
-        else SequenceTensor(func(found[0], kernel, stride), x.split_dim, found[1], x.group)
+        if with_halo is None
+        else SequenceTensor(func(with_halo[0], kernel, stride), x.split_dim, with_halo[1], x.group)
     )
 
 
@@ -126,10 +126,10 @@ def unfold(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     x, dim, size, step = args
     if dim % x.ndim != x.split_dim:
         return x.like(x.local.unfold(dim, size, step))
-    found = _with_halo(x, size, step, 0, 1)
-    if found is None:
+    with_halo = _with_halo(x, size, step, 0, 1)
+    if with_halo is None:
         return NotImplemented
-    return note_copy(x, SequenceTensor(found[0].unfold(dim, size, step), x.split_dim, found[1], x.group))
+    return note_copy(x, SequenceTensor(with_halo[0].unfold(dim, size, step), x.split_dim, with_halo[1], x.group))
 
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -80,10 +80,10 @@ def reshaped(x: SequenceTensor, new: Sequence[int]) -> Any:
         rows, columns = new[dim], new[dim + 1]
         is_here = math.prod(new[:dim]) == before and math.prod(new[dim + 2 :]) == after
         if rows * columns == x.sequence.length and rows > 1 and columns > 1 and is_here:
-            found = factored(x.sequence, rows, columns)
-            if found is None and rows < size:
+            factorization = factored(x.sequence, rows, columns)
+            if factorization is None and rows < size:
                 break
-            at, layout = found or (0, contiguous(rows, size))
+            at, layout = factorization or (0, contiguous(rows, size))
             flat = expanded(layout, rows, 1) if at else expanded(layout, 1, columns)
             local = part_of(x, x.split_dim, flat, "chunks", x.group)
             shape = list(new)
@@ -189,7 +189,7 @@ def cat(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if dim != lead.split_dim:
         parts = [part_of(tensor, lead.split_dim, lead.sequence, "cat", group) for tensor in tensors]
         return lead.like(torch.cat(parts, dim))
-    found, parts, has_begun = [], [], False
+    layouts, parts, has_begun = [], [], False
     for tensor in tensors:
         length = tensor.shape[dim]
         if isinstance(tensor, SequenceTensor) and tensor.split_dim == dim:
@@ -198,9 +198,9 @@ def cat(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
             layout = contiguous(length, group.size)
         else:
             layout = at_rank(length, group.size - 1 if has_begun else 0, group.size)
-        found.append(layout)
+        layouts.append(layout)
         parts.append(part_of(tensor, dim, layout, "cat", group))
-    return SequenceTensor(torch.cat(parts, dim), dim, joined(tuple(found)), group)
+    return SequenceTensor(torch.cat(parts, dim), dim, joined(tuple(layouts)), group)
 
 
 def _are_alike(tensors: Sequence[Any]) -> bool:

@@ -152,10 +152,10 @@ class CoupledSamples:
         plain, mixed = ([torch.cat(parts) for parts in zip(*runs, strict=True)] for runs in zip(*pairs, strict=True))
         return any(self._differ(dealt, full[order]) for full, dealt in zip(plain, mixed, strict=True))
 
-    def _differ(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
-        tolerance = _COARSE if self._precision != "fp32" else _TOLERANCES.get(found.dtype, _COARSE)
+    def _differ(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        tolerance = _COARSE if self._precision != "fp32" else _TOLERANCES.get(actual.dtype, _COARSE)
         largest = expected.double().abs().max()
-        return bool((found.double() - expected.double()).abs().max() > tolerance * largest)
+        return bool((actual.double() - expected.double()).abs().max() > tolerance * largest)
 
     def _buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         return [

@@ -84,12 +84,12 @@ def members_that_need_wholes(
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
             return _Probe(optimizer, build, masters, split, splits, unknown).find()
 
-    found = succeed_together(find, world, "parallelize")
+    members = succeed_together(find, world, "parallelize")
     if world.size() > 1 and not current_world().is_simulated:
         everyone: list[Any] = [None] * world.size()
-        dist.all_gather_object(everyone, found, group=world)
-        found = set().union(*everyone)
-    return frozenset(found)
+        dist.all_gather_object(everyone, members, group=world)
+        members = set().union(*everyone)
+    return frozenset(members)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class _Probe:
         needs |= self._with_shared_states(whole, names)
         left = self._unknown - needs
         if left:
-            needs |= self._found_in_large(left)
+            needs |= self._needing_wholes_if_large(left)
         if self._shards and (left := self._unknown - needs):
             needs |= self._failing_on_shards(whole, small, left)
         if (needs and self._splits) or "pp" in self._splits:  # else this rank updates all parameters together
@@ -326,7 +326,7 @@ class _Probe:
                 needs.add(self._member_of[self._masters[name]])
         return needs
 
-    def _found_in_large(self, members: set[int]) -> set[int]:
+    def _needing_wholes_if_large(self, members: set[int]) -> set[int]:
         names = [
             name for name in self._choose() if self._member_of[self._masters[name]] in members and self._cut_dims(name)
         ]

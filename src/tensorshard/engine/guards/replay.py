@@ -197,8 +197,10 @@ def compare_repeated(work: Callable[[], Any], group: dist.ProcessGroup) -> None:
     records = _record(work), _record(work)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (first_difference(*records), socket.gethostname()), group=group)
-    found = [(rank, difference, host) for rank, (difference, host) in enumerate(everyone) if difference is not None]
-    guilty = [each for each in found if each[1].is_own] or sorted(found, key=lambda each: each[1].place)[:1]
+    differences = [
+        (rank, difference, host) for rank, (difference, host) in enumerate(everyone) if difference is not None
+    ]
+    guilty = [each for each in differences if each[1].is_own] or sorted(differences, key=lambda each: each[1].place)[:1]
     if guilty:
         which = ", ".join(f"rank {rank} (on {host}): {difference.text}" for rank, difference, host in guilty)
         raise ReplayMismatchError(

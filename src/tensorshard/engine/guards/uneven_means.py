@@ -87,11 +87,11 @@ class UnevenMeans:
         self.watching = False
         mine = [(samples, [value.item() for value in over]) for samples, over in self._parts]
         here = self._mesh.dp_rank, mine, self._batches, self._may_couple, self._factors
-        found: list[Any] = [here] * self._mesh.world_size
-        dist.all_gather_object(found, here, group=self._mesh.world_group)
+        reports: list[Any] = [here] * self._mesh.world_size
+        dist.all_gather_object(reports, here, group=self._mesh.world_group)
         self.begin()
-        self._say_if_same({rank: batches for rank, _, batches, *_ in found})
-        by_rank = {rank: parts for rank, parts, *_ in found if parts}  # ranks of one batch found the same
+        self._say_if_same({rank: batches for rank, _, batches, *_ in reports})
+        by_rank = {rank: parts for rank, parts, *_ in reports if parts}  # ranks of one batch found the same
         parts = [part for _, parts in sorted(by_rank.items()) for part in parts]
         differing = _differing(parts)
         if differing is not None and self._mesh.rank == 0:
@@ -106,7 +106,7 @@ class UnevenMeans:
             )
         if differing is not None:
             return False
-        factors = [each for *_, of_parts in found for each in of_parts]
+        factors = [each for *_, of_parts in reports for each in of_parts]
         if any(not _same_factors(each, factors[0]) for each in factors):
             if self._mesh.rank == 0:
                 logger.warning(
@@ -115,7 +115,7 @@ class UnevenMeans:
                     "the function in engine.over_whole_batch(function) (docs/coupled-losses.md)"
                 )
             return False
-        return any(may_couple for _, _, _, may_couple, _ in found)
+        return any(may_couple for _, _, _, may_couple, _ in reports)
 
     def _say_if_same(self, batches: dict[int, list[int]]) -> None:
         """Logs it if data ranks were given the same samples."""

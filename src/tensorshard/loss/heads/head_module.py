@@ -19,7 +19,7 @@ from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import shard_range, to_local
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.loss.heads.head_sgd import HeadSGD
-from tensorshard.loss.loss_arguments import Place
+from tensorshard.loss.loss_arguments import ClassShard
 from tensorshard.loss.tiles import autocast_dtype
 from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.passes.precision import master_dtype
@@ -337,8 +337,8 @@ class HeadModule(ParallelModule, TrainsItself):
                 "engine.step, engine.evaluate and engine.predict run"
             )
 
-    def _place(self) -> Place:
-        return Place(self._range()[0], self.num_classes, self._process_group())
+    def _class_shard(self) -> ClassShard:
+        return ClassShard(self._range()[0], self.num_classes, self._process_group())
 
     def _parameter(self, local: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
         if self._mesh is None:

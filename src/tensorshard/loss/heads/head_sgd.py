@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.marks import get_mark
 from tensorshard.comm.sharded_tensors import own_group, own_shard, refuse_foreign_shard
-from tensorshard.loss.heads.update_rule import Rule, Slot, Update, finish_step
+from tensorshard.loss.heads.update_rule import ParameterShard, Rule, Update, finish_step
 from tensorshard.loss.kernels import Noise, block_size, dequantize, quantize
 from tensorshard.loss.tiles import Tiles, tile_width
 
@@ -139,7 +139,7 @@ class HeadSGD(torch.optim.Optimizer):
     def begin(self, tiles: Tiles) -> Update:
         """The sink that takes the gradients of a backward pass."""
         group = self.group
-        weight, bias = self._slots()
+        weight, bias = self._parameter_shards()
         rule = Rule(
             keep=1.0 if group["pending"] else float(group["momentum"]),
             complete=not self._accumulating,
@@ -169,7 +169,7 @@ class HeadSGD(torch.optim.Optimizer):
                 loss = closure()
         group = self.group
         if group["pending"]:
-            weight, bias = self._slots()
+            weight, bias = self._parameter_shards()
             rule = Rule(1.0, True, float(group["lr"]), float(group["weight_decay"]))
             features = weight.weight.size(1)
             finish_step(weight, bias, rule, self._seed(), tile_width(features, features, weight.weight.device))
@@ -239,30 +239,30 @@ class HeadSGD(torch.optim.Optimizer):
             self.group["initial_lr"] = groups[0]["initial_lr"]
 
     def _load(self, parameter: torch.Tensor, momentum: torch.Tensor, scales: torch.Tensor | None) -> None:
-        shard, slot = _rows_like(momentum, parameter), self._slot(parameter)
+        given, own = _rows_like(momentum, parameter), self._parameter_shard(parameter)
         if scales is not None:
             own_scales = _rows_like(scales, parameter)
-            if slot.scales is not None:
-                slot.momentum.copy_(shard)
-                slot.scales.copy_(own_scales)
+            if own.scales is not None:
+                own.momentum.copy_(given)
+                own.scales.copy_(own_scales)
                 return
-            shard = dequantize(shard, own_scales, out=torch.empty_like(shard, dtype=torch.float32))
-        if slot.scales is None:
-            slot.momentum.copy_(shard)
+            given = dequantize(given, own_scales, out=torch.empty_like(given, dtype=torch.float32))
+        if own.scales is None:
+            own.momentum.copy_(given)
             return
-        values = shard.to(slot.scales.device, torch.float32, copy=True).contiguous()
+        values = given.to(own.scales.device, torch.float32, copy=True).contiguous()
         noise = Noise(values.numel(), 0, values.device)
-        quantize(values, noise.bits(values.shape), torch.empty_like(values), slot.momentum, slot.scales)
+        quantize(values, noise.bits(values.shape), torch.empty_like(values), own.momentum, own.scales)
 
     def _seed(self) -> int:
         """The seed of the rounding in the next pass; never the same twice."""
         return hash((self.group["seed"], self.group["step"], self._passes)) & 0x7FFF_FFFF_FFFF_FFFF
 
-    def _slots(self) -> tuple[Slot, Slot | None]:
-        slots = [self._slot(parameter) for parameter in self.group["params"]]
-        return slots[0], slots[1] if len(slots) > 1 else None
+    def _parameter_shards(self) -> tuple[ParameterShard, ParameterShard | None]:
+        shards = [self._parameter_shard(parameter) for parameter in self.group["params"]]
+        return shards[0], shards[1] if len(shards) > 1 else None
 
-    def _slot(self, parameter: torch.Tensor) -> Slot:
+    def _parameter_shard(self, parameter: torch.Tensor) -> ParameterShard:
         """A parameter's shard and its momentum, made at first use."""
         state, local = self.state[parameter], parameter.detach()
         if _MOMENTUM not in state:
@@ -273,7 +273,7 @@ class HeadSGD(torch.optim.Optimizer):
             if narrow and kind == torch.int8:
                 blocks = local.size(1) // block_size(local.size(1))
                 state[_SCALES] = local.new_zeros((len(local), blocks), dtype=torch.float32)
-        return Slot(local, state[_MOMENTUM], state.get(_SCALES))
+        return ParameterShard(local, state[_MOMENTUM], state.get(_SCALES))
 
 
 def _check(weight: torch.Tensor, lr: float, momentum: float, weight_decay: float, momentum_dtype: str) -> None:

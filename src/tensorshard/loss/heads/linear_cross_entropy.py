@@ -17,7 +17,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.layers.arguments import full_size, parameter_group
 from tensorshard.loss.formulas import CrossEntropySpec, Margin
-from tensorshard.loss.loss_arguments import Place, check_options, check_targets, check_tensors, find_place
+from tensorshard.loss.loss_arguments import ClassShard, check_options, check_targets, check_tensors, find_class_shard
 from tensorshard.loss.tiled_loss import Extras, head_loss
 from tensorshard.loss.tiles import Precision, autocast_dtype
 from tensorshard.loss.two_passes import HeadSpec, choose_keep
@@ -95,9 +95,9 @@ def parallel_linear_cross_entropy(
         >>> ts.nn.functional.parallel_linear_cross_entropy(torch.randn(8, 16), weight, torch.arange(8))
         tensor(6.9078)
     """
-    place = _place_of_rows(weight, num_classes, _group_of(weight, group))
+    class_shard = _class_shard_of(weight, num_classes, _group_of(weight, group))
     loss = CrossEntropySpec(
-        place.classes,
+        class_shard.classes,
         ignore_index,
         label_smoothing,
         z_loss,
@@ -112,7 +112,7 @@ def parallel_linear_cross_entropy(
         weight,
         target,
         bias,
-        place,
+        class_shard,
         loss,
         class_weight=class_weight,
         keep_logits=keep_logits,
@@ -129,7 +129,7 @@ def tiled_loss(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    place: Place,
+    class_shard: ClassShard,
     loss: CrossEntropySpec,
     *,
     class_weight: torch.Tensor | None,
@@ -148,8 +148,8 @@ def tiled_loss(
         raise ValueError("class_weight requires a gradient, which a head does not compute: give class_weight.detach()")
     spec = HeadSpec(
         loss,
-        place.start,
-        place.group,
+        class_shard.start,
+        class_shard.group,
         Precision.choose(input, autocast_dtype(input)),
         keep=choose_keep(keep_logits, input, local_weight, local_bias, extras.sample, loss.softcap),
         margin=margin,
@@ -178,7 +178,7 @@ def _group_of(weight: torch.Tensor, group: Group | None) -> dist.ProcessGroup | 
     return parameter_group(weight, group, "weight")
 
 
-def _place_of_rows(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup | None) -> Place:
+def _class_shard_of(weight: torch.Tensor, classes: int | None, group: dist.ProcessGroup | None) -> ClassShard:
     """This rank's part of the classes, given its rows of the weight.
 
     Raises:
@@ -188,7 +188,7 @@ def _place_of_rows(weight: torch.Tensor, classes: int | None, group: dist.Proces
     if known is not None and classes not in (None, known):
         raise ValueError(f"num_classes={classes} was given with a weight of {known} classes: leave it out")
     rows = to_local(weight).size(0)
-    return find_place(
+    return find_class_shard(
         rows,
         classes if known is None else known,
         group,

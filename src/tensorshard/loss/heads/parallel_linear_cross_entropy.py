@@ -194,7 +194,7 @@ class ParallelLinearCrossEntropy(HeadModule):
             self.weight,
             targets,
             self.bias,
-            self._place(),
+            self._class_shard(),
             CrossEntropySpec.of(self, self.num_classes),
             class_weight=self.class_weight,
             keep_logits=self.keep_logits,

@@ -36,7 +36,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterShard:
     """A rank's part of a parameter and its momentum.
 
     Args:
@@ -62,13 +62,15 @@ class Update:
         seed: of the rounding in this pass.
     """
 
-    def __init__(self, tiles: Tiles, weight: Slot, bias: Slot | None, rule: Rule, seed: int) -> None:
+    def __init__(
+        self, tiles: Tiles, weight: ParameterShard, bias: ParameterShard | None, rule: Rule, seed: int
+    ) -> None:
         self._tiles, self._weight, self._bias, self._rule = tiles, weight, bias, rule
         # The product is added to the momentum in place. Rows of a sample are copies, so for them it cannot.
         self._direct = weight.is_wide() and tiles.sample is None
         self._grad: torch.Tensor | None = None
         self._room = [] if self._direct else [tiles.new_scratch() for _ in range(2)]
-        narrow = any(slot is not None and not slot.is_wide() for slot in (weight, bias))
+        narrow = any(shard is not None and not shard.is_wide() for shard in (weight, bias))
         width, features = tiles.new_scratch().shape if narrow else (0, 0)
         self._noise = Noise(width * features, seed, tiles.input.device) if narrow else None
         self._kernels = choose_kernels(tiles.input)
@@ -103,44 +105,46 @@ class Update:
         if self._rule.complete:
             _sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
 
-    def _step(self, slot: Slot, rows: slice | torch.Tensor, grad: torch.Tensor, room: list[torch.Tensor]) -> None:
+    def _step(
+        self, shard: ParameterShard, rows: slice | torch.Tensor, grad: torch.Tensor, room: list[torch.Tensor]
+    ) -> None:
         """Updates weight and momentum of any type, or rows of a sample, by `grad`. Overwrites `grad` and `room`."""
-        if isinstance(rows, slice) and steps_in_one_pass(slot.weight[rows], slot.momentum[rows], grad):
-            self._step_in_one_pass(slot, rows, grad)
+        if isinstance(rows, slice) and steps_in_one_pass(shard.weight[rows], shard.momentum[rows], grad):
+            self._step_in_one_pass(shard, rows, grad)
             return
         momentum, spare = room
-        if slot.scales is not None:
-            self._kernels.dequantize(slot.momentum[rows], slot.scales[rows], momentum)
+        if shard.scales is not None:
+            self._kernels.dequantize(shard.momentum[rows], shard.scales[rows], momentum)
         else:
-            momentum.copy_(slot.momentum[rows])
+            momentum.copy_(shard.momentum[rows])
         momentum.mul_(self._rule.keep).add_(grad)
         if self._rule.complete:
-            weight = grad.copy_(slot.weight[rows])
+            weight = grad.copy_(shard.weight[rows])
             _sgd_step(weight, momentum, self._rule.weight_decay, self._rule.lr)
-            self._write(slot.weight, rows, weight)
-        if slot.scales is None:
-            self._write(slot.momentum, rows, momentum)
+            self._write(shard.weight, rows, weight)
+        if shard.scales is None:
+            self._write(shard.momentum, rows, momentum)
             return
         assert self._noise is not None
-        codes, scales = slot.momentum[rows], slot.scales[rows]
+        codes, scales = shard.momentum[rows], shard.scales[rows]
         self._kernels.quantize(momentum, self._noise.bits(momentum.shape), spare, codes, scales)
-        if not isinstance(rows, slice):  # a slice shares the slot's memory
-            slot.momentum[rows], slot.scales[rows] = codes, scales
+        if not isinstance(rows, slice):  # a slice shares the shard's memory
+            shard.momentum[rows], shard.scales[rows] = codes, scales
 
-    def _step_in_one_pass(self, slot: Slot, rows: slice, grad: torch.Tensor) -> None:
+    def _step_in_one_pass(self, shard: ParameterShard, rows: slice, grad: torch.Tensor) -> None:
         assert self._noise is not None
         rule, none = self._rule, grad.view(torch.int32)  # in place of random bits that are not read
-        rounds_weight = rule.complete and slot.weight.dtype == torch.bfloat16
+        rounds_weight = rule.complete and shard.weight.dtype == torch.bfloat16
         sgd_in_one_pass(
-            slot.weight[rows],
-            slot.momentum[rows],
-            None if slot.scales is None else slot.scales[rows],
+            shard.weight[rows],
+            shard.momentum[rows],
+            None if shard.scales is None else shard.scales[rows],
             grad,
             keep=rule.keep,
             weight_decay=rule.weight_decay,
             lr=rule.lr if rule.complete else None,
             weight_bits=self._noise.bits(grad.shape) if rounds_weight else none,
-            momentum_bits=self._noise.bits(grad.shape) if slot.momentum.dtype != torch.float32 else none,
+            momentum_bits=self._noise.bits(grad.shape) if shard.momentum.dtype != torch.float32 else none,
         )
 
     def _write(self, target: torch.Tensor, rows: slice | torch.Tensor, value: torch.Tensor) -> None:
@@ -158,24 +162,26 @@ def _sgd_step(weight: torch.Tensor, momentum: torch.Tensor, weight_decay: float,
     weight.add_(momentum, alpha=-lr)
 
 
-def finish_step(weight: Slot, bias: Slot | None, rule: Rule, seed: int, rows: int) -> None:
+def finish_step(weight: ParameterShard, bias: ParameterShard | None, rule: Rule, seed: int, rows: int) -> None:
     """Ends a step whose gradients are all in the momentum: updates every row, some `rows` at a time."""
-    for slot in (weight, bias):
-        if slot is None or not slot.weight.numel():
+    for shard in (weight, bias):
+        if shard is None or not shard.weight.numel():
             continue
-        wide = torch.float64 if slot.weight.dtype == torch.float64 else torch.float32
-        flat = slot.weight.view(len(slot.weight), -1)
+        wide = torch.float64 if shard.weight.dtype == torch.float64 else torch.float32
+        flat = shard.weight.view(len(shard.weight), -1)
         features = flat.size(1)
-        noise = None if slot.is_wide() else Noise(min(rows, len(flat)) * features, seed, flat.device)
+        noise = None if shard.is_wide() else Noise(min(rows, len(flat)) * features, seed, flat.device)
         for begin in range(0, len(flat), rows):
             part = slice(begin, begin + rows)
-            _finish_rows(slot, part, rule, noise, wide, choose_kernels(flat))
+            _finish_rows(shard, part, rule, noise, wide, choose_kernels(flat))
 
 
-def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide: torch.dtype, kernels: Kernels) -> None:
-    weight, stored = slot.weight[rows], slot.momentum[rows]
-    if slot.scales is not None:
-        momentum = kernels.dequantize(stored, slot.scales[rows], torch.empty_like(stored, dtype=wide))
+def _finish_rows(
+    shard: ParameterShard, rows: slice, rule: Rule, noise: Noise | None, wide: torch.dtype, kernels: Kernels
+) -> None:
+    weight, stored = shard.weight[rows], shard.momentum[rows]
+    if shard.scales is not None:
+        momentum = kernels.dequantize(stored, shard.scales[rows], torch.empty_like(stored, dtype=wide))
     else:
         momentum = stored.to(wide)  # `stored` itself, if it has that type
     moved = weight.to(wide)
@@ -184,8 +190,8 @@ def _finish_rows(slot: Slot, rows: slice, rule: Rule, noise: Noise | None, wide:
         return
     if weight.dtype == torch.bfloat16:
         weight.copy_(kernels.round_to_bfloat16_(moved, noise.bits(moved.shape)))
-    if slot.scales is not None:
-        kernels.quantize(momentum, noise.bits(momentum.shape), torch.empty_like(momentum), stored, slot.scales[rows])
+    if shard.scales is not None:
+        kernels.quantize(momentum, noise.bits(momentum.shape), torch.empty_like(momentum), stored, shard.scales[rows])
     elif stored.dtype == torch.bfloat16:
         stored.copy_(kernels.round_to_bfloat16_(momentum, noise.bits(momentum.shape)))
 

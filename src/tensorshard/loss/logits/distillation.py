@@ -114,8 +114,10 @@ class _Divergence(torch.autograd.Function):
             if wanted:
                 for known, gradient in zip(sums, torch.autograd.grad(part, wanted), strict=True):
                     known.add_(gradient)
-        found = iter(known.to(leaf.dtype) for known, leaf in zip(sums, wanted, strict=True))
-        ctx.save_for_backward(*(next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves))
+        gradients = iter(known.to(leaf.dtype) for known, leaf in zip(sums, wanted, strict=True))
+        ctx.save_for_backward(
+            *(next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+        )
         return total.float()
 
     @staticmethod

@@ -30,7 +30,7 @@ from tensorshard.loss.logits.deferred_logits import (
     Source,
     defer,
 )
-from tensorshard.loss.loss_arguments import Place
+from tensorshard.loss.loss_arguments import ClassShard
 from tensorshard.loss.split_cross_entropy import parallel_cross_entropy
 from tensorshard.loss.tiled_loss import Extras, head_loss, loss_with_gradients
 from tensorshard.loss.tiles import Precision, head_tiles, largest_logits
@@ -48,7 +48,7 @@ class LinearLogits(Form):
         class_dim: that dimension, counted from the front.
         weight: [V, D]: this rank's rows.
         bias: [V] or None.
-        place: which classes these are, and which ranks have the others.
+        class_shard: which classes these are, and which ranks have the others.
         at_once: whether a loss's gradients are computed in forward. They are as large as the weight, so this is off
             where several forwards come before the first backward.
         normalized: whether the log-softmax of these logits is meant.
@@ -58,7 +58,7 @@ class LinearLogits(Form):
     class_dim: int
     weight: torch.Tensor
     bias: torch.Tensor | None
-    place: Place
+    class_shard: ClassShard
     scale: float = 1.0
     softcap: float | None = None
     shift: float = 0.0
@@ -72,7 +72,7 @@ class LinearLogits(Form):
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.features.shape
-        return (*shape[: self.class_dim], self.place.classes, *shape[self.class_dim + 1 :])
+        return (*shape[: self.class_dim], self.class_shard.classes, *shape[self.class_dim + 1 :])
 
     @property
     def requires_grad(self) -> bool:
@@ -131,11 +131,11 @@ class LinearLogits(Form):
         if not isinstance(other, torch.Tensor) or isinstance(other, DeferredLogits):
             return None
         last = self.class_dim == len(self.shape) - 1
-        if not last or other.numel() != self.place.classes or other.shape[-1:] != self.shape[-1:]:
+        if not last or other.numel() != self.class_shard.classes or other.shape[-1:] != self.shape[-1:]:
             return None
         if other.ndim > len(self.shape) or self.softcap is not None or other.dtype != self.weight.dtype:
             return None
-        own = other.reshape(-1).narrow(0, self.place.start, len(self.weight))
+        own = other.reshape(-1).narrow(0, self.class_shard.start, len(self.weight))
         return replace(self, bias=own if self.bias is None else self.bias + own)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
@@ -150,11 +150,11 @@ class LinearLogits(Form):
     def full(self, dtype: torch.dtype) -> torch.Tensor:
         features = self.features.movedim(self.class_dim, -1)
         features = features if self.scale == 1.0 else features * self.scale
-        if self.place.group is None:
+        if self.class_shard.group is None:
             logits = F.linear(features, self.weight, self.bias)
         else:
-            part = parallel_linear(features, self.weight, self.bias, 1, self.place.group)
-            logits = collectives.gather(part, -1, self.place.group, size=self.place.classes)
+            part = parallel_linear(features, self.weight, self.bias, 1, self.class_shard.group)
+            logits = collectives.gather(part, -1, self.class_shard.group, size=self.class_shard.classes)
         logits = self._capped(logits.to(dtype))
         logits = logits if self.shift == 0 else logits + self.shift
         logits = logits.log_softmax(-1) if self.normalized else logits
@@ -196,7 +196,7 @@ class LinearLogits(Form):
         spec = replace(spec, softcap=self.softcap)
         features, bias, precision = self._flat(), self.bias, self._precision()
         keep = choose_keep(None, features, self.weight, bias, None, self.softcap)
-        head = HeadSpec(spec, self.place.start, self.place.group, precision, keep=keep)
+        head = HeadSpec(spec, self.class_shard.start, self.class_shard.group, precision, keep=keep)
         targets = targets.reshape(-1)
         if class_weight is not None:
             class_weight = class_weight.to(precision.wide)
@@ -211,7 +211,7 @@ class LinearLogits(Form):
     def log_sum_exp(self) -> torch.Tensor:
         """The log-sum-exp over the classes, of the shape of the logits without the classes; differentiable."""
         ignored = torch.zeros(self.token_shape, dtype=torch.long, device=self.features.device)
-        spec = CrossEntropySpec(self.place.classes, ignore_index=0, reduction="sum", return_lse=True)
+        spec = CrossEntropySpec(self.class_shard.classes, ignore_index=0, reduction="sum", return_lse=True)
         lse = self.loss(ignored, None, spec).lse
         return lse + self.shift if self.shift else lse
 
@@ -219,7 +219,7 @@ class LinearLogits(Form):
         """The `k` largest logits and their classes, along a last dimension; without gradients."""
         features = self._flat().detach()
         tiles = head_tiles(features, self.weight, self.bias, normalize=False, scale=self.scale)
-        values, classes = largest_logits(tiles, k, self.place.start, self.place.group, self.softcap)
+        values, classes = largest_logits(tiles, k, self.class_shard.start, self.class_shard.group, self.softcap)
         values = values + self.shift if self.shift else values
         return values.view(*self.token_shape, k), classes.view(*self.token_shape, k)
 

@@ -21,7 +21,7 @@ from tensorshard.layers.arguments import autocast
 from tensorshard.loss.formulas import CrossEntropySpec
 from tensorshard.loss.logits.deferred_logits import DeferredLogits, Note, Rule, Source, defer, derived, name_of
 from tensorshard.loss.logits.linear_logits import LinearLogits
-from tensorshard.loss.loss_arguments import Place
+from tensorshard.loss.loss_arguments import ClassShard
 from tensorshard.loss.split_cross_entropy import parallel_cross_entropy
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.whole_sequences import is_part
@@ -47,7 +47,7 @@ def _cross_entropy(
         return NotImplemented
     if not _takes_classes(logits, target) or not _takes_weights(logits, weight):
         return NotImplemented
-    spec = CrossEntropySpec(logits.form.place.classes, ignore_index, label_smoothing, reduction=reduction)
+    spec = CrossEntropySpec(logits.form.class_shard.classes, ignore_index, label_smoothing, reduction=reduction)
     logits.source.take_tiles(name_of(func))
     return logits.form.loss(target, weight, spec).to(logits.seen_as)
 
@@ -64,7 +64,7 @@ def _takes_classes(logits: DeferredLogits, target: Any) -> bool:
 
 def _takes_weights(logits: DeferredLogits, weight: torch.Tensor | None) -> bool:
     """Whether `weight` is none, or a weight for each class. torch's own error says what else is wrong."""
-    return weight is None or (not weight.requires_grad and list(weight.shape) == [logits.form.place.classes])
+    return weight is None or (not weight.requires_grad and list(weight.shape) == [logits.form.class_shard.classes])
 
 
 def _log_softmax(
@@ -87,7 +87,7 @@ def _gather(func: Rule, logits: DeferredLogits, dim: Any, index: Any, **kwargs: 
     ]
     if kwargs or not logits.form.normalized or not one or not logits.classes_at(dim) or index.numel() == 0:
         return NotImplemented
-    spec = CrossEntropySpec(linear.place.classes, ignore_index=-1, reduction="none")
+    spec = CrossEntropySpec(linear.class_shard.classes, ignore_index=-1, reduction="none")
     logits.source.take_tiles(name_of(func))
     losses = linear.loss(index.squeeze(linear.class_dim), None, spec).to(logits.seen_as)
     return -losses.unsqueeze(linear.class_dim)
@@ -104,7 +104,7 @@ def _our_cross_entropy(func: Rule, logits: DeferredLogits, target: Any, *args: A
     if not _takes_classes(logits, target) or not _takes_weights(logits, weight):
         return NotImplemented
     logits.source.take_tiles(name_of(func))
-    return linear.loss(target, weight, CrossEntropySpec(linear.place.classes, **given))
+    return linear.loss(target, weight, CrossEntropySpec(linear.class_shard.classes, **given))
 
 
 def _log_sum_exp(func: Rule, logits: DeferredLogits, dim: Any, keepdim: bool = False, **kwargs: Any) -> Any:
@@ -127,10 +127,10 @@ def _argmax(func: Rule, logits: DeferredLogits, dim: Any = None, keepdim: bool =
 
 def _topk(func: Rule, logits: DeferredLogits, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     linear = logits.form
-    fits = isinstance(k, int) and 0 < k <= linear.place.classes and linear.token_shape.numel() > 0
+    fits = isinstance(k, int) and 0 < k <= linear.class_shard.classes and linear.token_shape.numel() > 0
     if not fits or not largest or logits.form.normalized or not logits.classes_at(dim):
         return NotImplemented
-    if logits.requires_grad and torch.is_grad_enabled() and linear.place.group is not None:
+    if logits.requires_grad and torch.is_grad_enabled() and linear.class_shard.group is not None:
         return NotImplemented
     logits.source.take_tiles(name_of(func))
     values, classes = linear.largest(k)
@@ -254,8 +254,8 @@ class OutputLayer:
             start, width = shard_range(self.classes, self.group.size(), self.group.rank())
             if width != len(weight):
                 return None
-        place = Place(start, self.classes, self.group)
-        return LinearLogits(features, features.ndim - 1, weight, bias, place, at_once=at_once)  # type: ignore[arg-type]
+        shard = ClassShard(start, self.classes, self.group)
+        return LinearLogits(features, features.ndim - 1, weight, bias, shard, at_once=at_once)  # type: ignore[arg-type]
 
 
 class OutputLogits:
@@ -301,7 +301,7 @@ class OutputLogits:
         """Whether there are logits that are not computed and may still be needed."""
         return any(source.is_reachable() for source in self._sources)
 
-    def settle(self) -> None:
+    def compute_pending(self) -> None:
         """Called after the loss, before backward and before weights change: computes the logits that are still referred
         to."""
         for source in self._sources:

@@ -155,8 +155,8 @@ def kept_by_ranks(schedule: str, *, ranks: int, stages_per_rank: int, micro_batc
     Raises:
         ValueError: as for :func:`tensorshard.plan.schedules.check_schedule`.
     """
-    found = actions(schedule, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
-    return [_most_kept(of_rank) for of_rank in found]
+    by_rank = actions(schedule, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+    return [_most_kept(of_rank) for of_rank in by_rank]
 
 
 def _most_kept(order: Iterable[Action]) -> int:

@@ -17,7 +17,7 @@ from tensorshard.pipeline.run.shown_model import Access, ShownModel, guard_modul
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.schedules import find_schedule
-from tensorshard.plan.storage import Place, TakeGradient, UpdateProgress
+from tensorshard.plan.storage import MasterPlace, TakeGradient, UpdateProgress
 from tensorshard.torch_private.modules import every_module, own_parameters
 
 # Gradients of parameters that stages on several pipeline ranks use, such as tied ones.
@@ -352,8 +352,8 @@ class PipelinedModel(ShardedModel):
         for part in self.parts:
             part.watch_updates(update)
 
-    def master_places(self) -> dict[str, Place]:
-        places: dict[str, Place] = {}
+    def master_places(self) -> dict[str, MasterPlace]:
+        places: dict[str, MasterPlace] = {}
         for part in reversed(self.parts):  # of several copies the first is the master
             places.update(part.master_places())
         return places

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.decisions import decide_once
-from tensorshard.comm.forked import TriedInVain, in_forked_process
+from tensorshard.comm.forked import ForkFailed, in_forked_process
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import ranks_here
 from tensorshard.common.words import seconds_words, size_text
@@ -227,7 +227,7 @@ def choose_plan(
 
         try:
             plan, said = in_forked_process(search, None, shown=True)
-        except TriedInVain as error:
+        except ForkFailed as error:
             raise ValueError(f"plan 'auto': {error}") from error
         print(f"the best plan for {said}", flush=True)
         return plan

@@ -130,7 +130,7 @@ def _of_uncalled_experts(block: nn.Module, called: Iterable[str], split: list[Sp
 
     Of a list of experts, the run calls those that its tokens have chosen.
     """
-    found: list[SplitRegion] = []
+    renamed: list[SplitRegion] = []
     for name, each in block.named_modules():
         members = {join_names(name, key): child for key, child in each.named_children()}
         if not isinstance(each, nn.ModuleList | nn.ModuleDict) or len(group_equal_blocks(members)) != 1:
@@ -140,8 +140,8 @@ def _of_uncalled_experts(block: nn.Module, called: Iterable[str], split: list[Sp
         ways = {m: [s for s in alone if all(is_inside(key, [m]) for key in s.proposal.styles)] for m in reached}
         first = next((member for member, regions in ways.items() if regions), None)
         if first is not None and len(reached) > 1:
-            found += [_renamed(s, first, member) for member in members if member not in reached for s in ways[first]]
-    return found
+            renamed += [_renamed(s, first, member) for member in members if member not in reached for s in ways[first]]
+    return renamed
 
 
 def _renamed(split: SplitRegion, module: str, other: str) -> SplitRegion:

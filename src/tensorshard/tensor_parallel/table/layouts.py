@@ -58,15 +58,15 @@ def ranges_within(outer: Sequence[tuple[int, int]] | None, inner: Sequence[tuple
     """The ranges (start, length) `inner` of what consists of the ranges `outer`, counted as those are. None: of all."""
     if outer is None:
         return list(inner)
-    found = []
+    ranges = []
     for start, length in inner:
         position = 0
         for first, count in outer:
             low, high = max(start, position), min(start + length, position + count)
             if low < high:
-                found.append((first + low - position, high - low))
+                ranges.append((first + low - position, high - low))
             position += count
-    return found
+    return ranges
 
 
 def local_shard(full: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Tensor:

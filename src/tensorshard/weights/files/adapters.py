@@ -282,12 +282,12 @@ def read_adapters(
 
     adapters = _Adapters(structure, layouts, aliases)
     folders = {a: directory / a if a != "default" else directory for a in adapters.stored}
-    found = {adapter: folder for adapter, folder in folders.items() if (folder / _WEIGHTS).is_file()}
-    if not found:
+    existing_folders = {adapter: folder for adapter, folder in folders.items() if (folder / _WEIGHTS).is_file()}
+    if not existing_folders:
         looked = ", ".join(str(folder / _WEIGHTS) for folder in folders.values())
         raise FileNotFoundError(f"there is no file {looked}, for the adapters {', '.join(map(repr, folders))} here")
     values: dict[str, torch.Tensor] = {}
-    for adapter, folder in found.items():
+    for adapter, folder in existing_folders.items():
         names, tensors = adapters.stored[adapter], load_file(folder / _WEIGHTS)
         if adapter in adapters.prompts:
             names = {_PROMPTS: names[f"{_prompt_prefix(adapter)}embedding.weight"]}

@@ -294,16 +294,16 @@ def check_sizes(store: Store, sizes: Mapping[str, int], *, at_least: bool = Fals
         DamagedCheckpointError: names the first that is not.
     """
     for file, size in sizes.items():
-        found = store.size(file)
-        if found is None:
+        actual = store.size(file)
+        if actual is None:
             raise DamagedCheckpointError(f"{store.path_of(file)} is missing; {_WHAT_TO_DO}")
-        if found < size or (found > size and not at_least):
-            raise DamagedCheckpointError(_wrong_size(store.path_of(file), found, size))
+        if actual < size or (actual > size and not at_least):
+            raise DamagedCheckpointError(_wrong_size(store.path_of(file), actual, size))
 
 
-def _wrong_size(path: str, found: int, expected: int) -> str:
-    what = "cut off" if found < expected else "too long"
-    return f"{path} is {what}: it has {found:,} bytes, and {expected:,} were written; {_WHAT_TO_DO}"
+def _wrong_size(path: str, actual: int, expected: int) -> str:
+    what = "cut off" if actual < expected else "too long"
+    return f"{path} is {what}: it has {actual:,} bytes, and {expected:,} were written; {_WHAT_TO_DO}"
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -54,7 +54,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Operation:
+class LoggedOperation:
     """One recorded call.
 
     Attributes:
@@ -93,12 +93,12 @@ class Log:
         draws: The random operations, by their indices in `operations`.
     """
 
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[LoggedOperation] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     draws: list[int] = field(default_factory=list)
     _writers: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
-    def append(self, operation: Operation) -> None:
+    def append(self, operation: LoggedOperation) -> None:
         """Add one call."""
         for storage in operation.writes:
             self._writers[storage].append(len(self.operations))
@@ -110,7 +110,7 @@ class Log:
         """Whether any operation put values into `storage`."""
         return not all(self.operations[index].makes_room for index in self._writers[storage])
 
-    def needed_for(self, storages: Iterable[int], before: int | None = None) -> list[Operation]:
+    def needed_for(self, storages: Iterable[int], before: int | None = None) -> list[LoggedOperation]:
         """The operations that have an effect on the content of `storages`, in the order of their calls.
 
         Args:
@@ -207,7 +207,7 @@ class RandomStates:
         _call(operation, lambda ref: _rebuild(ref, storages, self._log))
 
 
-def _numbers_of(operation: Operation) -> int:
+def _numbers_of(operation: LoggedOperation) -> int:
     """About how many random numbers an operation draws."""
     refs = [leaf for leaf in operation.arguments.leaves if isinstance(leaf, TensorRef)]
     return max((math.prod(ref.size) for ref in (*refs, *(ref for _, ref in operation.outputs))), default=0)
@@ -241,7 +241,7 @@ def replay(log: Log, target: TensorRef, states: RandomStates) -> torch.Tensor:
     return _rebuild(target, storages, log)
 
 
-def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: Log, states: RandomStates) -> None:
+def _run(operation: LoggedOperation, storages: dict[int, torch.UntypedStorage], log: Log, states: RandomStates) -> None:
     if operation.draw is not None:
         states.enter(operation.draw)
     outputs = _call(operation, lambda ref: _rebuild(ref, storages, log))
@@ -254,7 +254,7 @@ def _run(operation: Operation, storages: dict[int, torch.UntypedStorage], log: L
         storages[ref.storage] = _with_strides(output, ref, storages).untyped_storage()
 
 
-def _call(operation: Operation, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Any]:
+def _call(operation: LoggedOperation, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Any]:
     """The flattened results of an operation, which is given ``tensor(ref)`` for each tensor that it was given."""
     leaves = [tensor(leaf) if isinstance(leaf, TensorRef) else leaf for leaf in operation.arguments.leaves]
     args, kwargs = tree_unflatten(leaves, operation.arguments.spec)

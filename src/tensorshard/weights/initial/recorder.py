@@ -26,7 +26,7 @@ from tensorshard.torch_private.modules import truncated_normal_replaced
 from tensorshard.torch_private.operators import OpOverload, schema
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map_only, tree_tensors
 from tensorshard.torch_private.tensors import mark_as_parameter, storage_address
-from tensorshard.weights.initial.operation_log import Arguments, Log, Operation, TensorRef
+from tensorshard.weights.initial.operation_log import Arguments, Log, LoggedOperation, TensorRef
 
 aten = torch.ops.aten
 
@@ -233,7 +233,7 @@ class OperationRecorder(TorchDispatchMode):
     ) -> None:
         new = frozenset(ref.storage for _, ref in made)
         self.log.append(
-            Operation(
+            LoggedOperation(
                 func=func,
                 arguments=arguments,
                 outputs=made,

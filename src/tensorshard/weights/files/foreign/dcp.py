@@ -126,7 +126,7 @@ def read(folder: Path, optimizer_folder: Path | None = None) -> Contents:
     """
     there = DcpFolder(folder)
     paths = there.paths()
-    found = Contents("torch.distributed.checkpoint")
+    contents = Contents("torch.distributed.checkpoint")
     nested = {key: path[1:] if path[0] in ("app", "state") and len(path) > 2 else path for key, path in paths.items()}
     top = {path[0] for path in nested.values() if len(path) > 1}
     model = next((name for name in _MODELS if name in top), None)
@@ -146,18 +146,18 @@ def read(folder: Path, optimizer_folder: Path | None = None) -> Contents:
         else:
             _put(rest, path, there, key)
     prefix = without_module(weights)
-    found.weights = {name.removeprefix(prefix): there.tensor(key) for name, key in weights.items()}
-    if not found.weights:
+    contents.weights = {name.removeprefix(prefix): there.tensor(key) for name, key in weights.items()}
+    if not contents.weights:
         raise ValueError(
             f"{folder} is a folder of torch.distributed.checkpoint without weights: it has "
             f"{', '.join(list(paths)[:5])}; weights are looked for under {', '.join(_MODELS)}, or at the top"
         )
-    add_rest(found, _titan(rest))
+    add_rest(contents, _titan(rest))
     if optimizer_folder is not None:
         there = DcpFolder(optimizer_folder)
         nested = there.paths()
-    _add_optimizer(found, there, nested, prefix)
-    return found
+    _add_optimizer(contents, there, nested, prefix)
+    return contents
 
 
 def _put(rest: dict[str, Any], path: tuple[str, ...], there: DcpFolder, key: str) -> None:
@@ -186,7 +186,7 @@ def _titan(rest: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _add_optimizer(found: Contents, there: DcpFolder, paths: Mapping[str, tuple[str, ...]], prefix: str) -> None:
+def _add_optimizer(contents: Contents, there: DcpFolder, paths: Mapping[str, tuple[str, ...]], prefix: str) -> None:
     flat: dict[str, Any] = {}
     groups: Any = None
     for key, path in paths.items():
@@ -202,9 +202,9 @@ def _add_optimizer(found: Contents, there: DcpFolder, paths: Mapping[str, tuple[
         flat.update(
             {f"param_groups.{at}.{key}": value for at, group in enumerate(groups) for key, value in group.items()}
         )
-    add_flat_optimizer(found, flat, prefix)
-    unknown = [name for names, _ in found.groups for name in names if name not in found.weights]
-    unknown += [name for of_key in found.states.values() for name in of_key if name not in found.weights]
+    add_flat_optimizer(contents, flat, prefix)
+    unknown = [name for names, _ in contents.groups for name in names if name not in contents.weights]
+    unknown += [name for of_key in contents.states.values() for name in of_key if name not in contents.weights]
     if unknown:
         raise ValueError(
             f"{there.folder} has states of an optimizer for {unknown[0]!r}, which is the name of none of its weights: "

@@ -78,28 +78,28 @@ def read(folder: Path) -> Contents:
                 f"are missing, and they have the fp32 weights; copy them from every node, or to import the weights "
                 f"alone give the files that save_16bit_model or zero_to_fp32.py wrote"
             )
-    found = Contents(f"DeepSpeed {model.get('ds_version', '')}, ZeRO {stage} on {model.get('dp_world_size')} ranks")
+    contents = Contents(f"DeepSpeed {model.get('ds_version', '')}, ZeRO {stage} on {model.get('dp_world_size')} ranks")
     module = model["module"]
     prefix = without_module(module)
     if stage == 3:
         _check_ranks(folder, models, len(states), "model_states.pt")
         files = [model, *(load_safely(models[rank]) for rank in sorted(models)[1:])]
-        _add_weights(found, {n: module[n] for n in model["buffer_names"] if n in module}, prefix)
+        _add_weights(contents, {n: module[n] for n in model["buffer_names"] if n in module}, prefix)
         for name, shape in (model.get("frozen_param_shapes") or {}).items():
             runs = [file["frozen_param_fragments"][name].reshape(-1) for file in files]
-            found.weights[name.removeprefix(prefix)] = ForeignTensor.of_flat(shape, runs)
-        _read_stage_3(found, model, states, prefix)
+            contents.weights[name.removeprefix(prefix)] = ForeignTensor.of_flat(shape, runs)
+        _read_stage_3(contents, model, states, prefix)
     else:
-        _add_weights(found, module, prefix)
+        _add_weights(contents, module, prefix)
         if stage:
-            _read_stage_1_or_2(found, model, states, prefix)
+            _read_stage_1_or_2(contents, model, states, prefix)
         elif model.get("optimizer"):
-            _read_whole_optimizer(found, model, folder)
+            _read_whole_optimizer(contents, model, folder)
     for again, first in dict(model.get("shared_params") or {}).items():
-        if again.removeprefix(prefix) not in found.weights and first.removeprefix(prefix) in found.weights:
-            found.weights[again.removeprefix(prefix)] = found.weights[first.removeprefix(prefix)]
-    _add_the_rest(found, model, states[0] if states else model.get("optimizer") or {})
-    return found
+        if again.removeprefix(prefix) not in contents.weights and first.removeprefix(prefix) in contents.weights:
+            contents.weights[again.removeprefix(prefix)] = contents.weights[first.removeprefix(prefix)]
+    _add_the_rest(contents, model, states[0] if states else model.get("optimizer") or {})
+    return contents
 
 
 def _refuse(folder: Path, names: list[str]) -> None:
@@ -126,13 +126,13 @@ def _check_ranks(folder: Path, files: Mapping[int, Path], count: int, kind: str)
         )
 
 
-def _add_weights(found: Contents, tensors: Mapping[str, Any], prefix: str) -> None:
+def _add_weights(contents: Contents, tensors: Mapping[str, Any], prefix: str) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
-            found.weights[name.removeprefix(prefix)] = ForeignTensor.of(tensor)
+            contents.weights[name.removeprefix(prefix)] = ForeignTensor.of(tensor)
 
 
-def _read_stage_1_or_2(found: Contents, model: Any, states: list[Any], prefix: str) -> None:
+def _read_stage_1_or_2(contents: Contents, model: Any, states: list[Any], prefix: str) -> None:
     if "param_slice_mappings" not in states[0]:
         raise ValueError(
             f"the files are of DeepSpeed {states[0].get('ds_version', 'in an unknown version')}, which did not say "
@@ -147,17 +147,19 @@ def _read_stage_1_or_2(found: Contents, model: Any, states: list[Any], prefix: s
     for index, shapes in enumerate(model["param_shapes"]):
         places = [state["param_slice_mappings"][index] for state in states]
         for name, shape in shapes.items():
-            found.weights[name.removeprefix(prefix)] = ForeignTensor.of_flat(
+            contents.weights[name.removeprefix(prefix)] = ForeignTensor.of_flat(
                 shape,
                 _runs([state["single_partition_of_fp32_groups"][index] for state in states], places, name),
             )
         _add_states(
-            found,
+            contents,
             [entry["state"].get(index, {}) for entry in base],
             {name.removeprefix(prefix): shape for name, shape in shapes.items()},
             lambda flat, name, places=places: _runs(flat, places, prefix + name),  # type: ignore[misc]
         )
-        found.groups.append(([name.removeprefix(prefix) for name in shapes], _options(base[0]["param_groups"], index)))
+        contents.groups.append(
+            ([name.removeprefix(prefix) for name in shapes], _options(base[0]["param_groups"], index))
+        )
 
 
 def _runs(flat: list[torch.Tensor], places: list[Mapping[str, Any]], name: str) -> list[torch.Tensor]:
@@ -170,7 +172,7 @@ def _runs(flat: list[torch.Tensor], places: list[Mapping[str, Any]], name: str) 
     return runs
 
 
-def _add_states(found: Contents, of_ranks: list[Any], shapes: Mapping[str, Any], cut: Any) -> None:
+def _add_states(contents: Contents, of_ranks: list[Any], shapes: Mapping[str, Any], cut: Any) -> None:
     """Adds the optimizer's states of the parameters with `shapes`, which `cut` finds in the vectors of all ranks."""
     for key, value in of_ranks[0].items():
         whole = not isinstance(value, torch.Tensor) or value.dim() == 0
@@ -179,7 +181,7 @@ def _add_states(found: Contents, of_ranks: list[Any], shapes: Mapping[str, Any],
                 tensor = ForeignTensor.of(torch.as_tensor(value, dtype=torch.float32).reshape(()))
             else:
                 tensor = ForeignTensor.of_flat(shape, cut([states[key] for states in of_ranks], name))
-            found.states.setdefault(key, {})[name] = tensor
+            contents.states.setdefault(key, {})[name] = tensor
 
 
 def _options(groups: Any, index: int) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def _options(groups: Any, index: int) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names", "step")}
 
 
-def _read_stage_3(found: Contents, model: Any, states: list[Any], prefix: str) -> None:
+def _read_stage_3(contents: Contents, model: Any, states: list[Any], prefix: str) -> None:
     shapes = {name.removeprefix(prefix): shape for group in model["param_shapes"] for name, shape in group.items()}
     each = {name: -(-math.prod(shape) // len(states)) for name, shape in shapes.items()}  # elements of a rank
     starts = dict(zip(each, accumulate(each.values(), initial=0), strict=False))
@@ -206,7 +208,7 @@ def _read_stage_3(found: Contents, model: Any, states: list[Any], prefix: str) -
 
     vectors = [_vectors(state["fp32_flat_groups"]) for state in states]
     for name, shape in shapes.items():
-        found.weights[name] = ForeignTensor.of_flat(shape, cut(vectors, name))
+        contents.weights[name] = ForeignTensor.of_flat(shape, cut(vectors, name))
     first = base[0]["state"]
     if first:
         gathered = [
@@ -224,9 +226,9 @@ def _read_stage_3(found: Contents, model: Any, states: list[Any], prefix: str) -
                     tensor = ForeignTensor.of_flat(shape, cut([of_rank[key] for of_rank in gathered], name))
                 else:
                     tensor = ForeignTensor.of(torch.as_tensor(value, dtype=torch.float32).reshape(()))
-                found.states.setdefault(key, {})[name] = tensor
+                contents.states.setdefault(key, {})[name] = tensor
     groups = [[name.removeprefix(prefix) for name in group] for group in model["param_shapes"]]
-    found.groups += _with_options(groups, base[0]["param_groups"])
+    contents.groups += _with_options(groups, base[0]["param_groups"])
 
 
 def _with_options(groups: list[list[str]], stored: list[Any]) -> list[tuple[list[str], dict[str, Any]]]:
@@ -243,7 +245,7 @@ def _vectors(groups: Any) -> list[torch.Tensor]:
     return [groups] if isinstance(groups, torch.Tensor) else list(groups)
 
 
-def _read_whole_optimizer(found: Contents, model: Any, folder: Path) -> None:
+def _read_whole_optimizer(contents: Contents, model: Any, folder: Path) -> None:
     """Of ZeRO 0, where the optimizer's state dict is in the file of the model's states."""
     from tensorshard.weights.files.foreign.torch_files import add_optimizer
 
@@ -257,11 +259,11 @@ def _read_whole_optimizer(found: Contents, model: Any, folder: Path) -> None:
             )
         optimizer = optimizer["optimizer_state_dict"]
     if "state" in optimizer:
-        add_optimizer(found, optimizer)
+        add_optimizer(contents, optimizer)
 
 
 def _read_universal(folder: Path, models: Mapping[int, Path]) -> Contents:
-    found = Contents("DeepSpeed, a universal checkpoint")
+    contents = Contents("DeepSpeed, a universal checkpoint")
     model: Any = load_safely(models[min(models)]) if models else {}
     module = model.get("module") or {}
     prefix = without_module(module)
@@ -277,46 +279,46 @@ def _read_universal(folder: Path, models: Mapping[int, Path]) -> Contents:
             of_one = ForeignTensor.of(one)
             if one.dim() == 1:  # of ZeRO 3
                 of_one = ForeignTensor.of_flat(shapes.get(place.name, one.shape), [one])
-            of_key = found.weights if file.stem == "fp32" else found.states.setdefault(file.stem, {})
+            of_key = contents.weights if file.stem == "fp32" else contents.states.setdefault(file.stem, {})
             of_key[place.name] = of_one
-    for key, of_key in found.states.items():
-        trained = {name for names in found.states.values() for name in names}  # others are frozen, or buffers
+    for key, of_key in contents.states.items():
+        trained = {name for names in contents.states.values() for name in names}  # others are frozen, or buffers
         lost = sorted(trained - set(of_key))
         if lost:
             raise DamagedCheckpointError(f"{folder}/zero/{lost[0]} has no file {key}.pt, which other parameters have")
     buffers = set(model.get("buffer_names") or ())
-    _add_weights(found, {n: t for n, t in module.items() if n in buffers}, prefix)
+    _add_weights(contents, {n: t for n, t in module.items() if n in buffers}, prefix)
     state: Any = {}
     if (folder / "zero" / "optimizer_state.pt").is_file():
         state = load_safely(folder / "zero" / "optimizer_state.pt")
         if "zero_stage" not in state:  # that of ZeRO 1 and 2 is one level deeper than that of ZeRO 3
             state = state.get("optimizer_state_dict", state)
         base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
-        groups = [[n.removeprefix(prefix) for n in group] for group in model.get("param_shapes") or [found.weights]]
-        found.groups += _with_options(groups, base.get("param_groups", [])) if base.get("param_groups") else []
+        groups = [[n.removeprefix(prefix) for n in group] for group in model.get("param_shapes") or [contents.weights]]
+        contents.groups += _with_options(groups, base.get("param_groups", [])) if base.get("param_groups") else []
     for again, first in dict(model.get("shared_params") or {}).items():
-        found.weights.setdefault(again, found.weights[first])
-    _add_the_rest(found, model, state)
-    return found
+        contents.weights.setdefault(again, contents.weights[first])
+    _add_the_rest(contents, model, state)
+    return contents
 
 
-def _add_the_rest(found: Contents, model: Any, state: Any) -> None:
-    found.step = model.get("global_steps")
+def _add_the_rest(contents: Contents, model: Any, state: Any) -> None:
+    contents.step = model.get("global_steps")
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
-    if found.states and "step" not in found.states:  # some of its optimizers count for a whole group
+    if contents.states and "step" not in contents.states:  # some of its optimizers count for a whole group
         of_groups = list(base.get("state", {}).values())
         counted = of_groups[0].get("step") if of_groups else None
         counted = base.get("param_groups", [{}])[0].get("step") if counted is None else counted
         taken = int(model.get("global_steps", 0) - model.get("skipped_steps", 0) if counted is None else counted)
-        names = dict.fromkeys(name for of_key in found.states.values() for name in of_key)
-        found.states["step"] = {name: ForeignTensor.of(torch.tensor(float(taken))) for name in names}
+        names = dict.fromkeys(name for of_key in contents.states.values() for name in of_key)
+        contents.states["step"] = {name: ForeignTensor.of(torch.tensor(float(taken))) for name in names}
     scaler = state.get("loss_scaler") if isinstance(state, Mapping) else None
     if scaler is not None and state.get("dynamic_loss_scale"):
-        found.scaler = {"scale": float(scaler.cur_scale), "steps_since_overflow": _steps_since_overflow(scaler)}
+        contents.scaler = {"scale": float(scaler.cur_scale), "steps_since_overflow": _steps_since_overflow(scaler)}
     if model.get("lr_scheduler"):
-        found.extra["lr_scheduler"] = model["lr_scheduler"]
-    found.extra["client_state"] = {key: value for key, value in model.items() if key not in _OWN}
-    found.extra["skipped_steps"] = model.get("skipped_steps", 0)
+        contents.extra["lr_scheduler"] = model["lr_scheduler"]
+    contents.extra["client_state"] = {key: value for key, value in model.items() if key not in _OWN}
+    contents.extra["skipped_steps"] = model.get("skipped_steps", 0)
 
 
 def _steps_since_overflow(scaler: Any) -> int:

@@ -140,15 +140,15 @@ def read(folder: Path) -> Contents:
                 f"{folder} is of Megatron, and has no file {name}: copy the whole folder, or load an older iteration"
             )
     there = DcpFolder(folder)
-    found = Contents("Megatron-Core, torch_dist", about={"megatron": {}})
+    contents = Contents("Megatron-Core, torch_dist", about={"megatron": {}})
     try:
         common = load_safely(folder / "common.pt", stands_for=("megatron.", "nemo.", "signal."))
     except DamagedCheckpointError:
         raise
     except ValueError as error:
         common = {}
-        found.about["unread"] = f"has steps and options in a common.pt that is not read: {error}. {_WEIGHTS_ALONE}"
-    args = found.about["megatron"] = plain_values(getattr(common.get("args"), "__dict__", {}))
+        contents.about["unread"] = f"has steps and options in a common.pt that is not read: {error}. {_WEIGHTS_ALONE}"
+    args = contents.about["megatron"] = plain_values(getattr(common.get("args"), "__dict__", {}))
     weights, states, rest = {}, {}, []
     for key, entry in there.metadata.state_dict_metadata.items():
         state = _STATE.fullmatch(key)
@@ -160,25 +160,25 @@ def read(folder: Path) -> Contents:
             weights[key.removeprefix("module.")] = key
         else:
             rest.append(key)
-    found.weights = {name: there.tensor(key) for name, key in weights.items()}
-    if not any(name.startswith("decoder.") for name in found.weights):
+    contents.weights = {name: there.tensor(key) for name, key in weights.items()}
+    if not any(name.startswith("decoder.") for name in contents.weights):
         raise ValueError(
             f"{folder} has no weights of a GPTModel of Megatron-Core, decoder.layers and the like; it has "
-            f"{', '.join(list(found.weights)[:4]) or 'no tensors'}"
+            f"{', '.join(list(contents.weights)[:4]) or 'no tensors'}"
         )
     for (key, name), stored in states.items():
-        if name not in found.weights:
+        if name not in contents.weights:
             raise ValueError(f"{folder} has a state of the optimizer, {stored}, for a weight that it does not have")
-        tensor = _unflattened(there.tensor(stored), found.weights[name].shape)
-        of_key = found.weights if key in _MASTERS else found.states.setdefault(key, {})
+        tensor = _unflattened(there.tensor(stored), contents.weights[name].shape)
+        of_key = contents.weights if key in _MASTERS else contents.states.setdefault(key, {})
         of_key[name] = tensor
-    found.step = common.get("iteration", common.get("global_step"))  # NeMo's is the latter
-    _add_optimizer(found, common, there, rest)
+    contents.step = common.get("iteration", common.get("global_step"))  # NeMo's is the latter
+    _add_optimizer(contents, common, there, rest)
     if common.get("opt_param_scheduler") is not None:
-        found.extra["lr_scheduler"] = common["opt_param_scheduler"]
-    found.extra["iteration"] = found.step
-    found.extra["consumed_train_samples"] = args.get("consumed_train_samples")
-    return found
+        contents.extra["lr_scheduler"] = common["opt_param_scheduler"]
+    contents.extra["iteration"] = contents.step
+    contents.extra["consumed_train_samples"] = args.get("consumed_train_samples")
+    return contents
 
 
 def _unflattened(tensor: ForeignTensor, shape: tuple[int, ...]) -> ForeignTensor:
@@ -202,7 +202,7 @@ def _run(piece: Piece, index: tuple[int, ...], start: int, sizes: tuple[int, ...
     return piece.read()[index].narrow(0, start, math.prod(sizes)).view(sizes)
 
 
-def _add_optimizer(found: Contents, common: Mapping[str, Any], there: DcpFolder, rest: Iterable[str]) -> None:
+def _add_optimizer(contents: Contents, common: Mapping[str, Any], there: DcpFolder, rest: Iterable[str]) -> None:
     """Adds options, steps and the scaler, which lie in ``common.pt`` or in entries that are no tensors."""
     parts: list[Any] = [common.get("optimizer")]
     buckets = []
@@ -218,24 +218,24 @@ def _add_optimizer(found: Contents, common: Mapping[str, Any], there: DcpFolder,
     scaler = next((scaler for part in parts for scaler in _find(part, "grad_scaler") if "scale" in scaler), None)
     if scaler is not None:
         tracked = scaler.get("growth_tracker", 0)
-        found.scaler = {"scale": float(scaler["scale"]), "steps_since_overflow": int(tracked)}
+        contents.scaler = {"scale": float(scaler["scale"]), "steps_since_overflow": int(tracked)}
     if buckets:
-        found.about["unread"] = (
+        contents.about["unread"] = (
             f"has the states of the distributed optimizer by buckets ({buckets[0]}), and which of their elements are "
             f"which parameter's depends on the ranks that wrote them: load it once in Megatron, on as many ranks, and "
             f"save it with --dist-ckpt-optim-fully-reshardable (before Megatron-Core 0.14, with "
             f"--ckpt-fully-parallel-save). {_WEIGHTS_ALONE}"
         )
-    if not found.states:
+    if not contents.states:
         return
     steps = [float(step) for key in ("common_step", "step") for part in [*parts, *groups] for step in _find(part, key)]
-    step = torch.tensor(steps[0] if steps else float(found.step or 0))
-    names = dict.fromkeys(name for of_key in found.states.values() for name in of_key)
-    found.states["step"] = {name: ForeignTensor.of(step) for name in names}
+    step = torch.tensor(steps[0] if steps else float(contents.step or 0))
+    names = dict.fromkeys(name for of_key in contents.states.values() for name in of_key)
+    contents.states["step"] = {name: ForeignTensor.of(step) for name in names}
     members: dict[int, list[str]] = {}
-    norms_decay = bool(found.about["megatron"].get("apply_wd_to_qk_layernorm"))
+    norms_decay = bool(contents.about["megatron"].get("apply_wd_to_qk_layernorm"))
     for name in names:
-        plain = len(found.weights[name].shape) - _stacked(name) <= 1
+        plain = len(contents.weights[name].shape) - _stacked(name) <= 1
         plain = plain and not (norms_decay and re.search(r"\.[qk]_layernorm\.", name))
         fits = [
             at
@@ -245,7 +245,7 @@ def _add_optimizer(found: Contents, common: Mapping[str, Any], there: DcpFolder,
         fits = fits or [at for at, group in enumerate(groups) if (group.get("wd_mult", 1.0) == 0) == plain]
         members.setdefault((fits or [0])[0], []).append(name)
     hidden = ("params", "step", "param_names")
-    found.groups = [
+    contents.groups = [
         (of_group, {k: v for k, v in groups[at].items() if k not in hidden} if groups else {})
         for at, of_group in sorted(members.items())
     ]
@@ -393,21 +393,21 @@ class _Model:
 
     def _of_layer(self, name: str, number: int, suffix: str) -> _Cut | None:
         path, _, leaf = suffix.rpartition(".")
-        found, rows = suffix, ""
+        stored, rows = suffix, ""
         if path in _NORMS:
             fused, apart = _NORMS[path]
-            found = f"{fused}.layer_norm_{leaf}"
-            if self._key(number, found) is None:
-                found = f"{apart}.{leaf}"
+            stored = f"{fused}.layer_norm_{leaf}"
+            if self._key(number, stored) is None:
+                stored = f"{apart}.{leaf}"
         elif suffix in _LAYERS:
-            found, rows = _LAYERS[suffix]
+            stored, rows = _LAYERS[suffix]
         elif path in _LAYERS:
             inner, rows = _LAYERS[path]
-            found = f"{inner}.{leaf}"
+            stored = f"{inner}.{leaf}"
         single = {"gate": "_w", "up": "_v"}.get(rows)
-        if single is not None and self._key(number, found + single) is not None:  # stored apart
-            found, rows = found + single, ""
-        place = self._key(number, found)
+        if single is not None and self._key(number, stored + single) is not None:  # stored apart
+            stored, rows = stored + single, ""
+        place = self._key(number, stored)
         if place is None:
             return None
         flipped = path.rpartition(".")[2] in ("c_attn", "c_proj", "c_fc") and leaf == "weight"
@@ -438,13 +438,13 @@ class _Model:
             )
         each = heads // groups * size  # rows of queries in a group of heads
         parts = {"q": (0, each), "k": (each, size), "v": (each + size, size)}
-        found, to = [], 0
+        ranges, to = [], 0
         for part in which:
             first, count = parts[part]
             for group in range(groups):
-                found.append((group * (each + 2 * size) + first, count, to))
+                ranges.append((group * (each + 2 * size) + first, count, to))
                 to += count
-        return tuple(found)
+        return tuple(ranges)
 
     def _heads(self) -> tuple[int, int, int]:
         """The heads of queries, those of keys and values, and a head's elements; as the model's config has them."""
@@ -497,7 +497,7 @@ class _Model:
         """
         here = {int(layer[1]) for name in self._shapes if (layer := _LAYER.fullmatch(name)) is not None}
         there = {tensor.shape[0] for name, tensor in self._weights.items() if _stacked(name)}
-        apart = {int(found[1]) for name in self._weights if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
+        apart = {int(match[1]) for name in self._weights if (match := re.match(r"decoder\.layers\.(\d+)\.", name))}
         layers = next(iter(there)) if there else len(apart)
         if any(cut.key.startswith("decoder.layers.") for cut in cuts.values()) and layers != len(here):
             raise ValueError(

@@ -49,15 +49,15 @@ def read_foreign(path: Path) -> Contents | None:
     """What the checkpoint of another program at `path` holds; None if it is of none that is known."""
     if path.is_file():
         return torch_files.read_state_dicts(path) if path.suffix in (".pt", ".pth", ".bin", ".ckpt") else None
-    found = deepspeed.folder_of(path)
-    if found is not None:
-        contents = deepspeed.read(found)
-        if found != path:
+    folder = deepspeed.folder_of(path)
+    if folder is not None:
+        contents = deepspeed.read(folder)
+        if folder != path:
             torch_files.add_side_files(contents, path)
         return contents
-    found = megatron.folder_of(path)
-    if found is not None:
-        return megatron.read(found)
+    folder = megatron.folder_of(path)
+    if folder is not None:
+        return megatron.read(folder)
     if (path / ".metadata").is_file():
         return dcp.read(path)
     models = sorted(path.glob("pytorch_model_fsdp_*"))
