@@ -103,7 +103,7 @@ def with_sgd(
         return loss.detach()
 
     def states() -> list[Tensor]:
-        held = [weight, *(value["momentum_buffer"] for value in optimizer.state.values())]
-        return [t.to_local() if hasattr(t, "to_local") else t for t in held]
+        tensors = [weight, *(value["momentum_buffer"] for value in optimizer.state.values())]
+        return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
     return Head(step, weight.detach() if local is None else local, states)

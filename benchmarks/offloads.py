@@ -43,8 +43,8 @@ class OffloadWork:
     def batch(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, [1, tokens] each, that depend on `step` and `rank` alone."""
         generator = torch.Generator().manual_seed(_SEED + 1_000_003 * step + rank)
-        found = (torch.rand(1, self.tokens + 1, generator=generator).pow(4) * self.vocabulary).long()
-        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+        tokens = (torch.rand(1, self.tokens + 1, generator=generator).pow(4) * self.vocabulary).long()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 WORKS = {

@@ -36,5 +36,5 @@ def positive_int(text: str) -> int:
 def find_suites() -> dict[str, Suite]:
     """Every suite by its name, in alphabetical order."""
     modules = (import_module(f"{suites.__name__}.{info.name}") for info in pkgutil.iter_modules(suites.__path__))
-    found = (module.SUITE for module in modules if hasattr(module, "SUITE"))
-    return {suite.name: suite for suite in sorted(found, key=lambda suite: suite.name)}
+    all_suites = (module.SUITE for module in modules if hasattr(module, "SUITE"))
+    return {suite.name: suite for suite in sorted(all_suites, key=lambda suite: suite.name)}

@@ -47,11 +47,11 @@ def replace_tables(text: str, results: Sequence[Results]) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
-        found = [result for result in results if result.benchmark == name]
-        if not found:
+        matching = [result for result in results if result.benchmark == name]
+        if not matching:
             known = ", ".join(sorted({result.benchmark for result in results})) or "none"
             raise MarkerError(f"there are no results of a benchmark {name!r}; there are those of: {known}")
-        table = "\n\n".join(markdown_table(result) for result in found)
+        table = "\n\n".join(markdown_table(result) for result in matching)
         return f"<!-- benchmark:{name} -->\n{table}\n<!-- /benchmark -->"
 
     return _BLOCK.sub(block, text)

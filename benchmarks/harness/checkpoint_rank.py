@@ -67,8 +67,8 @@ def main() -> None:
             dist.barrier()
             loaded = time.perf_counter() - start
             lost = blocked + max(0.0, sum(steps) - len(steps) * alone)
-            found = {"blocked": blocked, "saved": saved, "loaded": loaded, "lost": lost}
-            measured.setdefault(contender, []).append({**found, "peak": peaks[contender], "bytes": float(size)})
+            times = {"blocked": blocked, "saved": saved, "loaded": loaded, "lost": lost}
+            measured.setdefault(contender, []).append({**times, "peak": peaks[contender], "bytes": float(size)})
     if dist.get_rank() == 0:
         output.write_text(json.dumps(measured))
     dist.barrier()
@@ -155,14 +155,14 @@ def _done() -> bool:
 
 
 def _gathered(engine: ts.Engine, path: Path) -> Callable[[], bool]:
-    whole = {}
+    state = {}
     for name, tensor in _tensors(engine).items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
-            whole[name] = full
+            state[name] = full
     if dist.get_rank() == 0:
         with path.open("wb") as stream:
-            torch.save(whole, stream)
+            torch.save(state, stream)
             os.fsync(stream.fileno())
     return _done
 

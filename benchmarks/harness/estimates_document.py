@@ -34,9 +34,9 @@ class EstimateResults:
         """The results in the file; empty if there is no file."""
         if not path.exists():
             return cls("", {}, [], [])
-        found = json.loads(path.read_text())
-        parts = {part: [_outcome(one) for one in found[part]] for part in ("outcomes", "resident")}
-        return cls(found["date"], found["versions"], **parts)
+        document = json.loads(path.read_text())
+        parts = {part: [_outcome(one) for one in document[part]] for part in ("outcomes", "resident")}
+        return cls(document["date"], document["versions"], **parts)
 
 
 def _outcome(fields: dict[str, Any]) -> Outcome:
@@ -87,8 +87,8 @@ def markdown(results: EstimateResults) -> str:
     for title, outcomes in (("live tensors", results.outcomes), ("resident memory", results.resident)):
         errors = [outcome.error for outcome in outcomes if not outcome.failure]
         if errors:
-            found = summary_of(errors)
-            lines.append(f"| tensorshard, {title} | {len(errors)} | {_percent(found)} |")
+            summary = summary_of(errors)
+            lines.append(f"| tensorshard, {title} | {len(errors)} | {_percent(summary)} |")
     for other in OTHERS:
         errors = [
             outcome.others[other] / max(outcome.measured.values()) - 1
@@ -104,14 +104,14 @@ def markdown(results: EstimateResults) -> str:
     )
 
 
-def _percent(found: Mapping[str, float]) -> str:
-    return " | ".join(f"{found[key]:.1%}" for key in ("median", "worst", "under"))
+def _percent(summary: Mapping[str, float]) -> str:
+    return " | ".join(f"{summary[key]:.1%}" for key in ("median", "worst", "under"))
 
 
 def _summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
     errors = [outcome.error for outcome in outcomes if not outcome.failure]
     if not errors:
         return ["nothing could be compared"]
-    found = summary_of(errors)
-    figures = f"median {found['median']:.2%}, worst {found['worst']:.2%}, at most {found['under']:.2%} below"
+    summary = summary_of(errors)
+    figures = f"median {summary['median']:.2%}, worst {summary['worst']:.2%}, at most {summary['under']:.2%} below"
     return [f"{len(errors)} cells: {figures}"]

@@ -13,16 +13,16 @@ from tensorshard.torch_private.fake_tensors import FakeTensorMode
 def others_say(cell: Cell) -> dict[str, int]:
     """Bytes of one rank, by the tool's name. Tools that cannot estimate such a plan are left out."""
     model = build(case_of(cell))
-    found: dict[str, int] = {"Accelerate": accelerate_says(model)}
+    estimates: dict[str, int] = {"Accelerate": accelerate_says(model)}
     if "tp" not in cell.fields and "pp" not in cell.fields:
         deepspeed = deepspeed_says(model, int(cell.fields["zero"]), cell.world_size)
         if deepspeed is not None:
-            found["DeepSpeed"] = deepspeed
+            estimates["DeepSpeed"] = deepspeed
     try:
-        found["MemTracker"] = mem_tracker_says(cell)
+        estimates["MemTracker"] = mem_tracker_says(cell)
     except Exception as error:  # it is a prototype, and does not run every model
         print(f"MemTracker of {cell.name}: {type(error).__name__}: {error}")
-    return found
+    return estimates
 
 
 def accelerate_says(model: nn.Module) -> int:

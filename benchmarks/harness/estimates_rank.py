@@ -40,12 +40,12 @@ def measure(cell: Cell) -> Measured:
 
     ledger, known, engine = watch_steps(make_engine, lambda: batch_of(case, cell))
     mesh = engine.mesh
-    found = summarize(ledger, known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0)
+    memory = summarize(ledger, known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0)
     inputs, targets = batch_of(case, cell)
     start = time.process_time()
     engine.step(inputs, targets)
     seconds = time.process_time() - start
-    return Measured(mesh.rank, mesh.index("pp"), found.peak_allocated, found.by_category, found.phase, seconds)
+    return Measured(mesh.rank, mesh.index("pp"), memory.peak_allocated, memory.by_category, memory.phase, seconds)
 
 
 def main() -> None:

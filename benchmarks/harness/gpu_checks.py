@@ -118,10 +118,10 @@ def _run(check: Check, device: str, ranks: int) -> Verdict:
             return Verdict(check.name, check.what, "wrong", wrong=["all ranks ended as if nothing had happened"])
         outcomes = run_job(_RANK_MODULE, job, ranks, environment=environment, timeout=check.seconds)
     except RankError as error:
-        said = str(error)
-        if check.ends and check.ends in said and "seconds" not in said.splitlines()[0]:
-            return Verdict(check.name, check.what, "ok", found={"said": said[-_LOG_CHARACTERS:]})
-        return Verdict(check.name, check.what, "failed", wrong=[said[-_LOG_CHARACTERS:]])
+        message = str(error)
+        if check.ends and check.ends in message and "seconds" not in message.splitlines()[0]:
+            return Verdict(check.name, check.what, "ok", found={"said": message[-_LOG_CHARACTERS:]})
+        return Verdict(check.name, check.what, "failed", wrong=[message[-_LOG_CHARACTERS:]])
     wrong = list(dict.fromkeys(line for outcome in outcomes for line in outcome["wrong"]))
     return Verdict(check.name, check.what, "wrong" if wrong else "ok", found=outcomes[0]["found"], wrong=wrong)
 
@@ -132,10 +132,10 @@ def _run_tests(check: Check) -> Verdict:
         done = subprocess.run(command, capture_output=True, text=True, timeout=check.seconds, check=False)
     except subprocess.TimeoutExpired:
         return Verdict(check.name, check.what, "failed", wrong=[f"took more than {check.seconds:.0f} seconds"])
-    said = (done.stdout + done.stderr)[-_LOG_CHARACTERS:]
+    output = (done.stdout + done.stderr)[-_LOG_CHARACTERS:]
     if done.returncode:
-        return Verdict(check.name, check.what, "failed", wrong=[said])
-    return Verdict(check.name, check.what, "ok", found={"said": said})
+        return Verdict(check.name, check.what, "failed", wrong=[output])
+    return Verdict(check.name, check.what, "ok", found={"said": output})
 
 
 def write_verdicts(path: Path, verdicts: list[Verdict], about: Mapping[str, Any]) -> None:

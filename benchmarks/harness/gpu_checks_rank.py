@@ -51,11 +51,11 @@ def _engine(device: torch.device | str, optimizer: Any = ADAMW, model: Any = _mo
 
 
 def _losses(engine: ts.Engine, steps: int, classes: int = _CLASSES) -> list[float]:
-    found = []
+    losses = []
     for step in range(steps):
         parts = [part.tensor_split(engine.mesh.dp_size) for part in _batch(step, engine.device, classes)]
-        found.append(engine.step(*(part[engine.mesh.dp_rank] for part in parts)).item())
-    return found
+        losses.append(engine.step(*(part[engine.mesh.dp_rank] for part in parts)).item())
+    return losses
 
 
 def _alone(device: torch.device, steps: int, optimizer: Any = ADAMW) -> list[float]:
@@ -63,7 +63,7 @@ def _alone(device: torch.device, steps: int, optimizer: Any = ADAMW) -> list[flo
     torch.manual_seed(0)
     model = _model().to(device)
     made = optimizer(model.parameters())
-    found = []
+    losses = []
     for step in range(steps):
         inputs, targets = _batch(step, device)
         total, count = next_token_loss(model(inputs), targets)
@@ -71,17 +71,17 @@ def _alone(device: torch.device, steps: int, optimizer: Any = ADAMW) -> list[flo
         loss.backward()
         made.step()
         made.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
-def _difference(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(found, expected, strict=True))
+def _difference(actual: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(actual, expected, strict=True))
 
 
 def _compare(cases: dict[str, tuple[list[float], list[float], float]]) -> Found:
     """The largest difference of each case's losses to those that are expected, and those above their tolerance."""
-    differences = {name: _difference(found, expected) for name, (found, expected, _) in cases.items()}
+    differences = {name: _difference(actual, expected) for name, (actual, expected, _) in cases.items()}
     wrong = [f"{n}: losses differ by {d:.1e}" for n, d in differences.items() if not d <= cases[n][2]]
     return {"largest differences of losses": differences}, wrong
 
@@ -100,8 +100,8 @@ def _parity(device: torch.device) -> Found:
     for kind, optimizer in (("SGD", SGD), ("AdamW", ADAMW)):
         expected = _alone(torch.device("cpu"), 20 if device.type == "cuda" else 3, optimizer)
         for precision in precisions:
-            found = _losses(_engine(device, optimizer, precision=precision), len(expected))
-            cases[f"{precision}, {kind}"] = (found, expected, _TOLERANCES[precision])
+            losses = _losses(_engine(device, optimizer, precision=precision), len(expected))
+            cases[f"{precision}, {kind}"] = (losses, expected, _TOLERANCES[precision])
     return _compare(cases)
 
 
@@ -150,8 +150,8 @@ def _failed_steps(device: torch.device) -> Found:
 def _values(engine: ts.Engine) -> dict[str, torch.Tensor]:
     """Copies of weights and optimizer states."""
     states = enumerate(engine.optimizer.state.values())
-    found = {f"{key} of parameter {index}": value for index, state in states for key, value in state.items()}
-    return {name: to_local(value).clone() for name, value in {**found, **engine.full_state_dict()}.items()}
+    optimizer_values = {f"{key} of parameter {index}": value for index, state in states for key, value in state.items()}
+    return {name: to_local(value).clone() for name, value in {**optimizer_values, **engine.full_state_dict()}.items()}
 
 
 def _logits(device: torch.device) -> Found:
@@ -162,8 +162,8 @@ def _logits(device: torch.device) -> Found:
     with mock.patch.object(kernels, "can_compile", lambda _: False):
         plain = _losses(_engine(device, model=model, logits="tiled"), 3, classes)
     cases["tiled, no compiler"] = (plain, expected, 1e-4)
-    found, wrong = _compare(cases)
-    return {**found, "a compiler works": device.type == "cuda" and kernels.can_compile(device)}, wrong
+    differences, wrong = _compare(cases)
+    return {**differences, "a compiler works": device.type == "cuda" and kernels.can_compile(device)}, wrong
 
 
 def _recompute(device: torch.device) -> Found:
@@ -180,8 +180,8 @@ def _compiled(device: torch.device) -> Found:
 
     expected = _losses(_engine(device), 5)
     counters.clear()
-    found, wrong = _compare({"compiled": (_losses(_engine(device, compile=True), 5), expected, 1e-4)})
-    return {**found, "frames": dict(counters["frames"]), "stats": dict(counters["stats"])}, wrong
+    differences, wrong = _compare({"compiled": (_losses(_engine(device, compile=True), 5), expected, 1e-4)})
+    return {**differences, "frames": dict(counters["frames"]), "stats": dict(counters["stats"])}, wrong
 
 
 def _offload(device: torch.device) -> Found:
@@ -201,7 +201,7 @@ def _offload(device: torch.device) -> Found:
 def _checkpoints(device: torch.device) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         engine, other = _engine(device, zero=3), _engine("cpu", zero=1)
-        found, wrong = _compare({"zero 3": (_losses(engine, 5), _losses(_engine(device), 5), 1e-4)})
+        differences, wrong = _compare({"zero 3": (_losses(engine, 5), _losses(_engine(device), 5), 1e-4)})
         engine.save(f"{folder}/here")
         other.load(f"{folder}/here")
         other.save(f"{folder}/there")
@@ -210,7 +210,7 @@ def _checkpoints(device: torch.device) -> Found:
         engine.load(f"{folder}/there")
         after = engine.full_state_dict()
     changed = [name for name in before if not torch.equal(before[name].cpu(), after[name].cpu())]
-    return found, [*wrong, *(f"{name} came back with other values" for name in changed)]
+    return differences, [*wrong, *(f"{name} came back with other values" for name in changed)]
 
 
 def _memory(device: torch.device) -> Found:
@@ -232,9 +232,9 @@ def _memory(device: torch.device) -> Found:
         targets=sample,
         world_size=1,
     ).largest.peak_reserved
-    found = {"reserved, measured": measured, "reserved, estimated": estimated, "all of the GPU": total - free}
+    sizes = {"reserved, measured": measured, "reserved, estimated": estimated, "all of the GPU": total - free}
     ratio = estimated / measured
-    return found, [] if 0.9 <= ratio <= 1.1 else [f"the estimate is {ratio:.2f} of what was measured"]
+    return sizes, [] if 0.9 <= ratio <= 1.1 else [f"the estimate is {ratio:.2f} of what was measured"]
 
 
 def _speed(device: torch.device) -> Found:
@@ -258,11 +258,11 @@ def _speed(device: torch.device) -> Found:
         optimizer.step()
         optimizer.zero_grad()
 
-    found = {"plain PyTorch": seconds_of(plain)}
+    seconds = {"plain PyTorch": seconds_of(plain)}
     for level in (0, 1, 3):
         engine = _engine(device, zero=level)
-        found[f"zero={level}"] = seconds_of(lambda number, engine=engine: engine.step(*_batch(number, device)))
-    return {"seconds of a step of a small model": found}, []
+        seconds[f"zero={level}"] = seconds_of(lambda number, engine=engine: engine.step(*_batch(number, device)))
+    return {"seconds of a step of a small model": seconds}, []
 
 
 # -- several GPUs --
@@ -288,8 +288,8 @@ def _plans(device: torch.device) -> Found:
     cases = {}
     for precision in ("fp32", "bf16"):
         for name, fields in plans.items():
-            found = _losses(_engine(device, precision=precision, **fields), len(expected))
-            cases[f"{precision}, {name}"] = (found, expected, _TOLERANCES[precision])
+            losses = _losses(_engine(device, precision=precision, **fields), len(expected))
+            cases[f"{precision}, {name}"] = (losses, expected, _TOLERANCES[precision])
     return _compare(cases)
 
 
@@ -298,11 +298,11 @@ def _tensor_replicas(device: torch.device) -> Found:
     _losses(engine, 100 if device.type == "cuda" else 3)
     differ = []
     for name, parameter in engine.model.named_parameters():
-        held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         everyone: list[Any] = [None] * 2
-        dist.all_gather_object(everyone, held.detach().cpu(), group=engine.mesh.group("tp"))
-        whole = engine.sharded.structure.get_parameter(name).shape == held.shape
-        if whole and not torch.equal(*everyone):
+        dist.all_gather_object(everyone, local.detach().cpu(), group=engine.mesh.group("tp"))
+        is_whole = engine.sharded.structure.get_parameter(name).shape == local.shape
+        if is_whole and not torch.equal(*everyone):
             differ.append(f"{name} differs over tp by {(everyone[0] - everyone[1]).abs().max():.1e}")
     return {}, differ
 
@@ -317,8 +317,8 @@ def _schedules(device: torch.device) -> Found:
             state = engine.full_state_dict()
             if dist.get_rank() == 0 and any(value.isnan().any() for value in state.values()):
                 wrong.append(f"{name}: the full state dict has NaN")
-    found, differ = _compare(cases)
-    return found, [*wrong, *differ]
+    differences, differ = _compare(cases)
+    return differences, [*wrong, *differ]
 
 
 def _communicators(device: torch.device) -> Found:
@@ -373,8 +373,8 @@ def main() -> None:
     if job.name == "communicators":
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{given}.nccl.{os.environ['RANK']}"}
     join_world(device)
-    found, wrong = _CHECKS[job.name](device)
-    outcome = {"found": found, "wrong": wrong}
+    findings, wrong = _CHECKS[job.name](device)
+    outcome = {"found": findings, "wrong": wrong}
     if job.name == "leaves":
         Path(given).with_name(f"rank{os.environ['RANK']}.json").write_text(json.dumps(outcome))
     elif from_file:

@@ -225,7 +225,7 @@ def bert_large(layers: int = 24) -> Callable[[], nn.Module]:
 def bert_bytes(ranks: int, samples: int) -> int:
     """Live bytes of BERT-Large under ZeRO 3, full recomputation and bf16."""
     tokens, targets = _tokens(samples, 512)
-    found = ts.estimate(
+    estimate = ts.estimate(
         bert_large(),
         ts.Plan(**_MIXED, recompute="full"),
         world_size=ranks,
@@ -234,7 +234,7 @@ def bert_bytes(ranks: int, samples: int) -> int:
         optimizer=ADAMW,
         loss_fn=next_token_loss,
     )
-    return found.largest.peak_allocated
+    return estimate.largest.peak_allocated
 
 
 HEADLINES = (

@@ -38,11 +38,11 @@ class HeadlineResults:
         """The results in the file; empty if there is no file."""
         if not path.exists():
             return cls([], {}, [])
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
         return cls(
-            [StatesCell(**cell) for cell in found["zero"]],
-            {int(ranks): nbytes for ranks, nbytes in found["bert"].items()},
-            [Finding(**finding) for finding in found["models"]],
+            [StatesCell(**cell) for cell in document["zero"]],
+            {int(ranks): nbytes for ranks, nbytes in document["bert"].items()},
+            [Finding(**finding) for finding in document["models"]],
         )
 
 
@@ -79,23 +79,23 @@ class TextTable:
 def models_table(findings: Sequence[Finding]) -> TextTable:
     """The headlines: whether each fits, and the largest model of its shape that does."""
     rows = []
-    for found in findings:
-        claim = f"{found.name} ({found.source}); {found.notes}"
+    for finding in findings:
+        claim = f"{finding.name} ({finding.source}); {finding.notes}"
         elsewhere = [
             f"{_binary(nbytes)} {where}"
-            for nbytes, where in ((found.host_bytes, "in host memory"), (found.disk_bytes, "on disk"))
+            for nbytes, where in ((finding.host_bytes, "in host memory"), (finding.disk_bytes, "on disk"))
             if nbytes
         ]
-        largest = f"{found.largest:,} {found.unit}: {_count(found.largest_parameters)} parameters"
+        largest = f"{finding.largest:,} {finding.unit}: {_count(finding.largest_parameters)} parameters"
         rows.append(
             [
                 claim,
-                f"{found.hardware}, {_binary(found.memory)}",
-                found.plan,
-                f"{found.size:,} {found.unit}: {_count(found.parameters)} parameters",
-                ", ".join([_binary(found.needed), *elsewhere]),
-                "yes" if found.fits else "no",
-                largest if found.largest else "none",
+                f"{finding.hardware}, {_binary(finding.memory)}",
+                finding.plan,
+                f"{finding.size:,} {finding.unit}: {_count(finding.parameters)} parameters",
+                ", ".join([_binary(finding.needed), *elsewhere]),
+                "yes" if finding.fits else "no",
+                largest if finding.largest else "none",
             ]
         )
     heads = ("claim", "hardware", "plan", "model", "a rank takes", "fits", "largest of its shape that fits")

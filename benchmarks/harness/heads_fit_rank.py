@@ -25,11 +25,11 @@ _TRAINED_STEPS = 2  # the first makes the momentum
 def measure(job: FitJob) -> Fit:
     """Finds the most classes for each budget."""
     bytes_per_class = _train(job, job.work) * job.ranks / job.work.classes
-    found = [
+    class_counts = [
         most_that_fit(lambda classes, budget=budget: _fits(job, classes, budget), int(limit))
         for budget, limit in ((budget, budget / bytes_per_class * job.ranks) for budget in job.budgets)
     ]
-    return Fit(bytes_per_class, found)
+    return Fit(bytes_per_class, class_counts)
 
 
 def _fits(job: FitJob, classes: int, budget: int) -> bool:

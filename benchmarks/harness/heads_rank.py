@@ -64,9 +64,9 @@ def first_step_error(
     """
     x, start = features.detach().double(), work.first_class(rank, world_size)
     local = (targets - start).clamp(0, len(before) - 1)
-    here = (targets >= start) & (targets < start + len(before))
+    is_local = (targets >= start) & (targets < start + len(before))
     log_sum = torch.stack([(x @ rows.to(x).t()).logsumexp(1) for rows in before.split(_CHUNK)]).logsumexp(0)
-    at_target = (x * before[local.cpu()].to(x)).sum(1) * here
+    at_target = (x * before[local.cpu()].to(x)).sum(1) * is_local
     if world_size > 1:
         log_sums = [torch.empty_like(log_sum) for _ in range(world_size)]
         dist.all_gather(log_sums, log_sum)
@@ -79,7 +79,7 @@ def first_step_error(
     for begin in range(0, len(before), _CHUNK):
         rows = before[begin : begin + _CHUNK].to(x)
         slope = (x @ rows.t()).sub_(log_sum[:, None]).exp_()
-        inside = here & (local >= begin) & (local < begin + len(rows))
+        inside = is_local & (local >= begin) & (local < begin + len(rows))
         slope[inside, local[inside] - begin] -= 1
         slope /= work.samples
         input_gradient += slope @ rows

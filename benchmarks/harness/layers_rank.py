@@ -47,10 +47,10 @@ def measure(job: LayerJob, rank: int, world_size: int) -> dict[str, RankLayerMea
         ctypes.CDLL(None).malloc_trim(0)
         dist.barrier()
         memory.reset_peak()
-        held, cpu_start = memory.resident_bytes(), time.process_time()
+        bytes_before, cpu_start = memory.resident_bytes(), time.process_time()
         seconds[name].append([_seconds(steps[name]) for _ in range(job.measured_steps)])
         cpu_seconds[name].append((time.process_time() - cpu_start) / job.measured_steps)
-        peak_bytes[name] = max(peak_bytes[name], memory.peak_resident_bytes() - held)
+        peak_bytes[name] = max(peak_bytes[name], memory.peak_resident_bytes() - bytes_before)
     return {name: RankLayerMeasurement(seconds[name], cpu_seconds[name], peak_bytes[name]) for name in steps}
 
 

@@ -19,6 +19,6 @@ def measured_hardware() -> Hardware:
         command = [sys.executable, "-c", "from tensorshard.cli import main; raise SystemExit(main())", "check"]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=_TIMEOUT)
         with mock.patch.dict(os.environ, {"TENSORSHARD_CACHE": folder}):
-            found = find_hardware(THIS_MACHINE)
-    assert found is not None  # the command would have failed
-    return found
+            hardware = find_hardware(THIS_MACHINE)
+    assert hardware is not None  # the command would have failed
+    return hardware

@@ -114,10 +114,10 @@ class CellRunner:
         expected = self._reference(case, plan.micro_batches, "float32")
         if isinstance(expected, Failure):
             raise BrokenCaseError(f"{case.key} alone: {expected.kind} at {expected.where}: {expected.message}")
-        cell, found = self._train(case, plan, "float32", with_samples)
-        if found is None:
+        cell, trained = self._train(case, plan, "float32", with_samples)
+        if trained is None:
             return cell
-        apart = difference(found, expected)
+        apart = difference(trained, expected)
         if is_exact(apart):
             return cell
         finer = self._difference_in_fp64(case, plan, with_samples)
@@ -127,7 +127,7 @@ class CellRunner:
             compiled = self._reference(case, plan.micro_batches, "float32", compiled=True)
             if not isinstance(compiled, Failure):
                 cell.compared += ", compiled"
-                apart = difference(found, compiled)
+                apart = difference(trained, compiled)
                 if not is_exact(apart):
                     finer = self._difference_in_fp64(case, plan, with_samples, compiled=True)
         cell.status = "exact" if is_exact(apart, finer) else "wrong"
@@ -140,8 +140,8 @@ class CellRunner:
         expected = self._reference(case, plan.micro_batches, "float64", compiled=compiled)
         if isinstance(expected, Failure):
             return None
-        found = self._train(case, plan, "float64", with_samples)[1]
-        return None if found is None else difference(found, expected)
+        trained = self._train(case, plan, "float64", with_samples)[1]
+        return None if trained is None else difference(trained, expected)
 
     def _run_bf16(self, case: Case, plan: PlanCase) -> Cell:
         path, store = self._file(), self._file()
@@ -152,13 +152,13 @@ class CellRunner:
             failed.stage = f"one process, {failed.stage}"
             return failed
         alone, *others = torch.load(path, **_SAVE)
-        cell, found = self._train(case, plan, "float32", False)
+        cell, trained = self._train(case, plan, "float32", False)
         cell.compared = "bf16"
-        if found is None:
+        if trained is None:
             return cell
         plain = self._reference(case, 1, "float32")
         resting = {n for n, moved in plain.moved.items() if moved < RESTING} if isinstance(plain, Trained) else set()
-        distances, bounds = bf16_distance(found, alone, resting), bf16_allowance(alone, others, resting)
+        distances, bounds = bf16_distance(trained, alone, resting), bf16_allowance(alone, others, resting)
         if any(distance > bound for distance, bound in zip(distances, bounds, strict=True)):
             cell.status = "wrong"
             cell.detail = (
@@ -168,8 +168,8 @@ class CellRunner:
             return cell
         if isinstance(plain, Trained):
             away, *alone_away = (
-                max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(trained.losses, plain.losses, strict=True))
-                for trained in (found, alone, *others)
+                max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(run.losses, plain.losses, strict=True))
+                for run in (trained, alone, *others)
             )
             # Batch norms over few samples drift far in bf16. How far depends on the order of the samples.
             if not away <= max(0.05, 1.2 * max(alone_away)):
@@ -198,11 +198,11 @@ class CellRunner:
         failed = _failed_cell(outcome)
         if failed is not None:
             return failed, None
-        found: Trained = torch.load(path, **_SAVE)
+        trained: Trained = torch.load(path, **_SAVE)
         Path(path).unlink()
-        cell = Cell("exact", split_share=found.split_share, kept_share=found.kept_share, gathered=found.gathered)
-        cell.cpu_seconds, cell.wall_seconds = round(found.cpu_seconds, 2), round(found.wall_seconds, 2)
-        return cell, found
+        cell = Cell("exact", split_share=trained.split_share, kept_share=trained.kept_share, gathered=trained.gathered)
+        cell.cpu_seconds, cell.wall_seconds = round(trained.cpu_seconds, 2), round(trained.wall_seconds, 2)
+        return cell, trained
 
     def _file(self) -> str:
         self._count += 1

@@ -49,11 +49,11 @@ def write_document() -> Path:
 
 def _known(results: dict[str, FamilyResults]) -> Cells:
     """The cells that have results, in the order of the cases and plans."""
-    found: Cells = []
+    cells: Cells = []
     for case in find_cases().values():
         plans = results[case.family].cells.get(case.name, {})
-        found += [(case, plan, plans[plan][1]) for plan in PLANS if plan in plans]
-    return found
+        cells += [(case, plan, plans[plan][1]) for plan in PLANS if plan in plans]
+    return cells
 
 
 def _counts(cells: Cells) -> str:
@@ -113,14 +113,14 @@ def _family(cells: Cells) -> str:
     by_model: dict[Case, dict[str, Cell]] = defaultdict(dict)
     for case, plan, cell in cells:
         by_model[case][plan] = cell
-    runs = {plan: sum(plan in found for found in by_model.values()) for plan in PLANS}
+    runs = {plan: sum(plan in by_plan for by_plan in by_model.values()) for plan in PLANS}
     most = [plan for plan in PLANS if 2 * runs[plan] >= len(by_model)]
     few = [plan for plan in PLANS if plan not in most and runs[plan]]
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for case, found in by_model.items():
-        rows[_outcome(found), case.group].append(_entry(case, found, most))
-    for case, found in by_model.items():
-        labels = [PLANS[plan].label for plan in few if plan in found and found[plan].status == "exact"]
+    for case, by_plan in by_model.items():
+        rows[_outcome(by_plan), case.group].append(_entry(case, by_plan, most))
+    for case, by_plan in by_model.items():
+        labels = [PLANS[plan].label for plan in few if plan in by_plan and by_plan[plan].status == "exact"]
         if labels:
             rows[f"✓ under {'; '.join(labels)}, too", case.group].append(_name(case))
     sizes = {outcome: sum(len(rows[key]) for key in rows if key[0] == outcome) for outcome, _ in rows}
@@ -136,26 +136,26 @@ def _family(cells: Cells) -> str:
     return "\n".join(lines)
 
 
-def _outcome(found: dict[str, Cell]) -> str:
+def _outcome(by_plan: dict[str, Cell]) -> str:
     """Under which plans a model is not exact."""
     plans: dict[str, list[str]] = defaultdict(list)
-    for plan, cell in found.items():
+    for plan, cell in by_plan.items():
         if cell.status != "exact":
             helped = " (✓ †)" if _is_exact_somehow(cell) else ""
             plans[_SHORT[cell.status] + helped].append(PLANS[plan].label)
     return ". ".join(f"{status} under {'; '.join(labels)}" for status, labels in plans.items()) or _ALL
 
 
-def _entry(case: Case, found: dict[str, Cell], plans: Sequence[str]) -> str:
+def _entry(case: Case, by_plan: dict[str, Cell], plans: Sequence[str]) -> str:
     """A model's name, with the share of its weights that tp splits, and a mark if it was not run under all plans."""
-    cell = found.get("tp")
+    cell = by_plan.get("tp")
     if cell is not None and cell.status != "exact" and cell.with_samples is not None:
         cell = cell.with_samples
     share = f" {cell.split_share:.0%}" if cell is not None and cell.split_share and cell.status == "exact" else ""
-    kept = (
+    in_memory = (
         f" ({cell.kept_share:.0%} in memory)" if cell is not None and share and (cell.kept_share or 0) >= 0.005 else ""
     )
-    return _name(case) + share + kept + ("" if all(plan in found for plan in plans) else " °")
+    return _name(case) + share + in_memory + ("" if all(plan in by_plan for plan in plans) else " °")
 
 
 def _name(case: Case) -> str:
@@ -164,17 +164,17 @@ def _name(case: Case) -> str:
 
 def _reasons(cells: Cells) -> str:
     """The reasons why cells are not exact, the most frequent first."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    by_reason: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     examples: dict[tuple[str, str], str] = {}
     for case, plan, cell in cells:
         if cell.status != "exact":
             key = cell.status, generalized(cell.detail)
-            found[key][case.key].append(PLANS[plan].label)
+            by_reason[key][case.key].append(PLANS[plan].label)
             examples.setdefault(key, cell.detail)
-    order = sorted(found, key=lambda key: (-STATUSES.index(key[0]), -len(found[key]), key[1]))
+    order = sorted(by_reason, key=lambda key: (-STATUSES.index(key[0]), -len(by_reason[key]), key[1]))
     lines = [_line(["", "says", "models"]), _line(["---"] * 3)]
     for key in order:
-        models = found[key]
+        models = by_reason[key]
         names = ", ".join(sorted(models)[:8]) + (f" and {len(models) - 8} more" if len(models) > 8 else "")
         plans = ", ".join(sorted({plan for listed in models.values() for plan in listed}))
         lines.append(_line([key[0], _escaped(examples[key]), f"{names} ({plans})"]))

@@ -47,17 +47,17 @@ class Difference:
         return f"losses by {self.losses:.1e}, weights by {self.weights:.1e} at {self.where}"
 
 
-def difference(found: Trained, expected: Trained) -> Difference:
-    """How `found` differs from `expected`. The difference is infinite if a number is not finite."""
+def difference(actual: Trained, expected: Trained) -> Difference:
+    """How `actual` differs from `expected`. The difference is infinite if a number is not finite."""
     losses = max(
-        _relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(found.losses, expected.losses, strict=True)
+        _relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(actual.losses, expected.losses, strict=True)
     )
-    if set(found.state) != set(expected.state):
-        names = sorted(set(found.state) ^ set(expected.state))
+    if set(actual.state) != set(expected.state):
+        names = sorted(set(actual.state) ^ set(expected.state))
         return Difference(losses, math.inf, names=f"the state dicts' names differ: {', '.join(names[:4])}")
     worst, where = 0.0, ""
     for name, want in expected.state.items():
-        have = found.state[name]
+        have = actual.state[name]
         if have.shape != want.shape:
             return Difference(losses, math.inf, names=f"{name} is of shape {list(have.shape)}, not {list(want.shape)}")
         if want.numel() and (apart := _relative(have, want)) >= worst:
@@ -108,8 +108,8 @@ def bf16_distance(a: Trained, b: Trained, resting: Collection[str] = ()) -> tupl
     return losses, math.sqrt(squares / max(1, sum(a.state[n].numel() for n in names)))
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    a, b = found.detach().double(), expected.detach().double()
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    a, b = actual.detach().double(), expected.detach().double()
     if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
         return math.inf
     finite = torch.isfinite(b)

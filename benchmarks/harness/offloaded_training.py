@@ -90,12 +90,14 @@ def measure_offloaded(
     """
     try:
         with limited_memory(job.work.memory_bytes) as (variables, use):
-            found = run_job(_RANK_MODULE, job, world_size, environment={**environment, **variables}, timeout=timeout)
+            measurements = run_job(
+                _RANK_MODULE, job, world_size, environment={**environment, **variables}, timeout=timeout
+            )
     except RankError as error:
         if use.killed:
             raise KilledError("killed: memory did not suffice") from error
         raise
-    ranks = [RankMeasurement(**rank) for rank in found]
+    ranks = [RankMeasurement(**rank) for rank in measurements]
     peak = use.peak_bytes + (0 if use.limited else sum(rank.peak_bytes for rank in ranks))
     return summarize(ranks, job.work.parameters, peak_bytes=peak, limited=use.limited)
 

@@ -167,9 +167,9 @@ class Recorder(OperationLedger):
                 self._current = before
 
         def current_stream(*_: Any) -> Stream:
-            found = Stream.__new__(Stream)
-            found.name = self._current
-            return found
+            stream = Stream.__new__(Stream)
+            stream.name = self._current
+            return stream
 
         for name, value in (
             ("Stream", Stream),
@@ -219,8 +219,8 @@ class Recorder(OperationLedger):
             before = len(self.record)
             if name.endswith("coalesced"):  # fake tensors do not have these
                 collective = next(kind for start, kind in _KINDS.items() if name.startswith(start))
-                whole = args[1] if collective == "reduce_scatter" else args[0]
-                self._message(collective, sum(tensor.nbytes for tensor in whole), group)
+                tensors = args[1] if collective == "reduce_scatter" else args[0]
+                self._message(collective, sum(tensor.nbytes for tensor in tensors), group)
             else:
                 call(group, *args, **options)
             return Work(len(self.record) - 1 if len(self.record) > before else None)
@@ -312,9 +312,9 @@ def play(record: Record, duration: Callable[[Kernel | tuple[Transfer, str]], flo
         ends.append(ready[lane])
         spans.append(Span(lane, name, start, start + seconds))
     begin, end = at_ends[-2:]
-    own = spans[first:]
-    computing = sum(span.end - span.start for span in own if span.stream == MAIN)
-    messages = sum(span.end - span.start for span in own if span.stream.startswith(MESSAGES))
+    last_spans = spans[first:]
+    computing = sum(span.end - span.start for span in last_spans if span.stream == MAIN)
+    messages = sum(span.end - span.start for span in last_spans if span.stream.startswith(MESSAGES))
     shown = [Span(s.stream, s.name, s.start - begin, s.end - begin) for s in spans if s.end > begin and s.start < end]
     last = record[[place for place, entry in enumerate(record) if entry is None][-2] + 1 :]
     sent = [e for e in last if isinstance(e, Launched) and not isinstance(e.work, Kernel)]
@@ -325,7 +325,7 @@ def play(record: Record, duration: Callable[[Kernel | tuple[Transfer, str]], flo
 
 def _waited_for_at_once(record: Record, first: int) -> int:
     """How many messages from the place `first` on the model's stream waits for without having computed meanwhile."""
-    found, last_kernel = 0, -1
+    count, last_kernel = 0, -1
     waited: set[int] = set()
     for place, entry in enumerate(record):
         if isinstance(entry, Launched) and isinstance(entry.work, Kernel) and entry.stream == MAIN:
@@ -334,8 +334,8 @@ def _waited_for_at_once(record: Record, first: int) -> int:
             message = record[entry.after]
             if isinstance(message, Launched) and not isinstance(message.work, Kernel):
                 waited.add(entry.after)
-                found += entry.stream == MAIN and first <= entry.after and last_kernel < entry.after
-    return found
+                count += entry.stream == MAIN and first <= entry.after and last_kernel < entry.after
+    return count
 
 
 def durations(plan: Plan, world_size: int, rates: Rates, axes: dict[str, str]) -> Callable[[Any], float]:

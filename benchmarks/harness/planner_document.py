@@ -74,13 +74,13 @@ def write_planner(console: Console, results: PlannerResults) -> None:
     console.print(f"Written to {FILE} and {PAGE}")
 
 
-def print_runs(console: Console, found: ModelRuns) -> None:
+def print_runs(console: Console, model_runs: ModelRuns) -> None:
     """Prints a row for each plan, the fastest first, and how good the choice is."""
-    table = Table(title=f"{found.model}, {WORLD} ranks", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=f"{model_runs.model}, {WORLD} ranks", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("plan", overflow="fold")
     for head in ("busy", "wall", "predicted", "memory"):
         table.add_column(head, justify="right", no_wrap=True)
-    for run in sorted(found.runs, key=lambda run: run.busy or float("inf")):
+    for run in sorted(model_runs.runs, key=lambda run: run.busy or float("inf")):
         if run.refused:
             table.add_row(run.name, "refused", run.refused)
             continue
@@ -89,19 +89,19 @@ def print_runs(console: Console, found: ModelRuns) -> None:
     console.print(table)
     console.print(
         f"the choice takes "
-        f"{found.regret(wall=False):+.1%} busy seconds and "
-        f"{found.regret(wall=True):+.1%} wall time beside the best; searched for {found.search_seconds:.0f} s, "
-        f"{found.estimated} estimates"
+        f"{model_runs.regret(wall=False):+.1%} busy seconds and "
+        f"{model_runs.regret(wall=True):+.1%} wall time beside the best; searched for "
+        f"{model_runs.search_seconds:.0f} s, {model_runs.estimated} estimates"
     )
 
 
 def print_findings(console: Console, findings: Sequence[ScaleFinding]) -> None:
     """Prints a few lines for each finding."""
-    for found in findings:
-        console.print(f"[bold]{found.name}[/], {found.machines}: {found.plan}", highlight=False)
-        console.print(f"  {_times(found.seconds, found.memory)}; {_search_words(found)}", highlight=False)
-        if found.published is not None:
-            words = f"  {found.source}: {found.published_plan}: {_times(*found.published)} ({found.why})"
+    for finding in findings:
+        console.print(f"[bold]{finding.name}[/], {finding.machines}: {finding.plan}", highlight=False)
+        console.print(f"  {_times(finding.seconds, finding.memory)}; {_search_words(finding)}", highlight=False)
+        if finding.published is not None:
+            words = f"  {finding.source}: {finding.published_plan}: {_times(*finding.published)} ({finding.why})"
             console.print(words, highlight=False)
 
 
@@ -167,16 +167,16 @@ def markdown_scale(results: PlannerResults) -> str:
         "| model | machines | plan | a step | a rank | search |",
         "| --- | --- | --- | ---: | ---: | ---: |",
     ]
-    for found in results.scales.values():
+    for finding in results.scales.values():
         lines.append(
-            f"| {found.name} | {found.machines} | `{found.plan}` | {found.seconds:.2f} s | {found.memory / 2**30:.1f} "
-            f"GiB | {found.took:.0f} s, {found.resident / 2**30:.1f} GiB |"
+            f"| {finding.name} | {finding.machines} | `{finding.plan}` | {finding.seconds:.2f} s | "
+            f"{finding.memory / 2**30:.1f} GiB | {finding.took:.0f} s, {finding.resident / 2**30:.1f} GiB |"
         )
-        if found.published is not None:
-            seconds, memory = found.published
+        if finding.published is not None:
+            seconds, memory = finding.published
             lines.append(
-                f"| | {found.source} | `{found.published_plan}`: {found.why} | {seconds:.2f} s | {memory / 2**30:.1f} "
-                f"GiB | |"
+                f"| | {finding.source} | `{finding.published_plan}`: {finding.why} | {seconds:.2f} s | "
+                f"{memory / 2**30:.1f} GiB | |"
             )
     return "\n".join(lines)
 
@@ -185,8 +185,8 @@ def _times(seconds: float, memory: int) -> str:
     return f"{seconds:.2f} s a step, {memory / 2**30:.1f} GiB a rank"
 
 
-def _search_words(found: ScaleFinding) -> str:
+def _search_words(finding: ScaleFinding) -> str:
     return (
-        f"{found.considered} plans considered, {found.estimated} estimated in {found.took:.0f} s, "
-        f"{found.resident / 2**30:.1f} GiB resident"
+        f"{finding.considered} plans considered, {finding.estimated} estimated in {finding.took:.0f} s, "
+        f"{finding.resident / 2**30:.1f} GiB resident"
     )

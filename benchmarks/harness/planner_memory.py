@@ -75,7 +75,7 @@ def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
     given = mebibytes << 20
     inputs, targets = MODEL.batch(0, 0)
     try:
-        found = ts.find_plans(
+        search = ts.find_plans(
             partial(MODEL.model),
             world_size=WORLD,
             inputs=inputs,
@@ -89,7 +89,7 @@ def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
         )
     except ValueError as error:
         return MemoryRun(given, failure=str(error).split(" (")[0])
-    best = found.best
+    best = search.best
     within, tight = (_run_within(best.plan, size) for size in (given, best.memory))
     return MemoryRun(given, plan_words(best.plan), best.memory, within, tight)
 

@@ -24,13 +24,13 @@ def main() -> None:
     job_file = Path(sys.argv[1])
     job = load_job(job_file, MemoryJob)
     dist.init_process_group("gloo")
-    own = replace(job.work, batch_size=job.samples)
+    work = replace(job.work, batch_size=job.samples)
     plan = ts.Plan.from_dict(job.fields)
-    inputs, _ = own.batch(0, 0)
+    inputs, _ = work.batch(0, 0)
     engine = ts.parallelize(
-        partial(own.model), plan, optimizer=OPTIMIZER, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
+        partial(work.model), plan, optimizer=OPTIMIZER, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
     )
-    loss = [engine.step(*own.batch(step, engine.mesh.dp_rank)).item() for step in range(job.steps)]
+    loss = [engine.step(*work.batch(step, engine.mesh.dp_rank)).item() for step in range(job.steps)]
     hand_in(job_file, int(os.environ["RANK"]), {"loss": loss[-1]})
 
 

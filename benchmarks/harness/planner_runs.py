@@ -111,7 +111,7 @@ def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping
     case = MODELS[name]
     inputs, targets = batch(case, SAMPLES // WORLD)
     begin = time.perf_counter()
-    found = ts.find_plans(
+    search = ts.find_plans(
         partial(build, case),
         world_size=WORLD,
         inputs=inputs,
@@ -123,7 +123,7 @@ def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping
         top=1,
     )
     seconds = time.perf_counter() - begin
-    choice = found.best.plan
+    choice = search.best.plan
     plans = [ts.Plan(**fields).resolve(WORLD) for fields in grid]
     if choice not in plans:
         plans.append(choice)
@@ -146,12 +146,12 @@ def run_model(name: str, hardware: Hardware, rounds: int, grid: Sequence[Mapping
         busy = [sum(rank["busy"][number][i] for rank in ranks) for i in range(rounds)]
         wall = [max(rank["wall"][number][i] for rank in ranks) for i in range(rounds)]
         run.busy, run.wall = torch.tensor(busy).median().item(), torch.tensor(wall).median().item()
-    return ModelRuns(name, runs, seconds, found.estimated)
+    return ModelRuns(name, runs, seconds, search.estimated)
 
 
 def _predict(run: PlanRun, case: Case, plan: ts.Plan, hardware: Hardware) -> None:
     inputs, targets = batch(case, SAMPLES // plan.dp_size)
-    found = ts.estimate(
+    estimate = ts.estimate(
         partial(build, case),
         plan,
         world_size=WORLD,
@@ -162,6 +162,6 @@ def _predict(run: PlanRun, case: Case, plan: ts.Plan, hardware: Hardware) -> Non
         hardware=hardware,
         device="cpu",
     )
-    assert found.step_time is not None
-    run.predicted = found.step_time.seconds
-    run.memory = found.largest.peak_device
+    assert estimate.step_time is not None
+    run.predicted = estimate.step_time.seconds
+    run.memory = estimate.largest.peak_device

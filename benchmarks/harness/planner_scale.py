@@ -164,20 +164,20 @@ def _search(scale: Scale) -> ScaleFinding:
     given = dict(optimizer=scale.optimizer, loss_fn=scale.loss, hardware=scale.device)
     begin = time.perf_counter()
     try:
-        found = ts.find_plans(
+        search = ts.find_plans(
             scale.build, world_size=scale.devices, inputs=inputs, targets=targets, memory=scale.memory,
             global_batch=scale.global_batch, fixed=scale.fixed, top=1, **given,
         )  # fmt: skip
     except ValueError as error:
-        found, failure = None, str(error)
+        search, failure = None, str(error)
     took = time.perf_counter() - begin
     memory = f", {scale.memory} each" if scale.memory else ""
     machines = f"{scale.devices:,} x {scale.device}{memory}"
-    if found is None:
+    if search is None:
         return ScaleFinding(scale.name, machines, failure, 0.0, 0, 0, 0, took, _resident(), scale.source)
-    best = found.best
+    best = search.best
     result = ScaleFinding(
-        scale.name, machines, plan_words(best.plan), best.seconds, best.memory, found.considered, found.estimated,
+        scale.name, machines, plan_words(best.plan), best.seconds, best.memory, search.considered, search.estimated,
         took, _resident(), scale.source,
     )  # fmt: skip
     if scale.published is None:

@@ -34,8 +34,8 @@ def raw_bytes_per_second(folder: Path, nbytes: int) -> float:
                 for block in range(blocks)
                 for call, file in ((read, files[0]), (write, files[1]))
             ]
-            for each in under_way:
-                each.result()
+            for request in under_way:
+                request.result()
             return 2 * blocks * _BLOCK / (time.perf_counter() - began)
     finally:
         for file in files:

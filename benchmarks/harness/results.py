@@ -88,8 +88,8 @@ class Results:
     def updated(self, groups: Sequence[Group]) -> "Results":
         """These results with `groups` in place of those of the same titles, or at the end."""
         new = {group.title: group for group in groups}
-        kept = [new.pop(group.title, group) for group in self.groups]
-        return replace(self, groups=(*kept, *new.values()))
+        current = [new.pop(group.title, group) for group in self.groups]
+        return replace(self, groups=(*current, *new.values()))
 
 
 def make_rows(
@@ -139,8 +139,8 @@ def save_results(results: Results) -> Path:
     """Writes `results` to their file, and keeps the file's groups that were not measured again; returns its path."""
     path = results_path(results.benchmark, results.hardware)
     if path.exists():
-        kept = load_results(path)
-        results = replace(results, groups=kept.updated(results.groups).groups)
+        earlier = load_results(path)
+        results = replace(results, groups=earlier.updated(results.groups).groups)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(asdict(results), indent=1) + "\n")
     return path

@@ -74,7 +74,7 @@ def measure_sequences(
         environment=environment,
         timeout=timeout,
     )
-    found = {}
+    measurements = {}
     for name, builder in builders.items():
         alone = run_job(
             _RANK_MODULE,
@@ -84,14 +84,14 @@ def measure_sequences(
             timeout=timeout,
         )
         of_ranks = [rank[name] for rank in timed]
-        found[name] = SequenceMeasurement(
+        measurements[name] = SequenceMeasurement(
             loss=of_ranks[0]["loss"],
             step_seconds=[max(times) for times in zip(*(rank["step_seconds"] for rank in of_ranks), strict=True)],
             cpu_seconds=[sum(times) for times in zip(*(rank["cpu_seconds"] for rank in of_ranks), strict=True)],
             peak_bytes=max(rank[name]["peak_bytes"] for rank in alone),
             received_bytes=sum(rank["received_bytes"] for rank in of_ranks) / world_size,
         )
-    return found
+    return measurements
 
 
 def trains_in(

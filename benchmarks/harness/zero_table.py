@@ -70,7 +70,7 @@ def states_cell(size: str, devices: int, level: int) -> StatesCell:
     width = round((SIZES[size] / (12 * _BLOCKS)) ** 0.5 / (8 * _HEADS)) * 8 * _HEADS
     tokens = torch.zeros(1, 8, dtype=torch.long)
     build = partial(GPT, vocab_size=8, context_length=8, num_layers=_BLOCKS, num_heads=_HEADS, width=width)
-    found = ts.estimate(
+    estimate = ts.estimate(
         build,
         ts.Plan(zero=level, precision="bf16", reduce_dtype="bf16"),
         world_size=devices,
@@ -81,7 +81,7 @@ def states_cell(size: str, devices: int, level: int) -> StatesCell:
     )
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build().parameters())
-    states = max(sum(moment.held[i] for i in _STATES) for moment in found.ranks[0].history)
+    states = max(sum(moment.held[i] for i in _STATES) for moment in estimate.ranks[0].history)
     return StatesCell(size, devices, level, parameters, states)
 
 

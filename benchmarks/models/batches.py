@@ -73,11 +73,11 @@ def several(
             inputs[name] = torch.randn(samples, *shape, generator=generator)
         for name, (shape, count) in (indices or {}).items():
             inputs[name] = torch.randint(0, count, (samples, *shape), generator=generator)
-        found = _targets(targets, samples, generator)
+        target_values = _targets(targets, samples, generator)
         if not positional:
-            return inputs, found
+            return inputs, target_values
         values = tuple(inputs.values())
-        return (values[0] if len(values) == 1 else values), found
+        return (values[0] if len(values) == 1 else values), target_values
 
     return batch
 
@@ -111,8 +111,8 @@ def class_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def number_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
     """Mean square of the distance of every number of a sample from the sample's target."""
-    found = main_output(output)
-    return (found - targets.to(found.dtype).view(-1, *[1] * (found.ndim - 1))).square().mean()
+    prediction = main_output(output)
+    return (prediction - targets.to(prediction.dtype).view(-1, *[1] * (prediction.ndim - 1))).square().mean()
 
 
 def all_numbers_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -120,5 +120,5 @@ def all_numbers_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return number_loss(output, targets)
     values = output.values() if isinstance(output, dict) else output
-    found = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.requires_grad]
-    return torch.stack([number_loss(value, targets) for value in found]).sum()
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.requires_grad]
+    return torch.stack([number_loss(value, targets) for value in tensors]).sum()

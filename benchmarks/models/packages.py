@@ -76,5 +76,5 @@ class First(nn.Module):
 
 def own_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
     """The loss that the model's forward computes by itself, the mean over samples; its last output, if of several."""
-    found = output[-1] if isinstance(output, tuple) else output
-    return found.mean()
+    losses = output[-1] if isinstance(output, tuple) else output
+    return losses.mean()

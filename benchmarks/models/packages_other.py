@@ -200,8 +200,8 @@ class Forecast(nn.Module):
         self.part = part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.part(x)
-        return next(iter(found.values())) if isinstance(found, dict) else found
+        output = self.part(x)
+        return next(iter(output.values())) if isinstance(output, dict) else output
 
 
 def _keras_dense(keras: Any) -> nn.Module:

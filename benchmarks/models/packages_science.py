@@ -26,9 +26,9 @@ def deep_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def _edges(nodes: int) -> torch.Tensor:
     """A ring, in both directions."""
-    here = torch.arange(nodes)
-    there = (here + 1) % nodes
-    return torch.stack([torch.cat([here, there]), torch.cat([there, here])])
+    starts = torch.arange(nodes)
+    ends = (starts + 1) % nodes
+    return torch.stack([torch.cat([starts, ends]), torch.cat([ends, starts])])
 
 
 class GraphNet(nn.Module):
@@ -149,12 +149,12 @@ class Spikes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, last = self.hidden.init_leaky(), self.last.init_leaky()
-        found = []
+        potentials = []
         for _ in range(5):
             spikes, hidden = self.hidden(self.first(x), hidden)
             _, last = self.last(self.second(spikes), last)
-            found.append(last)
-        return torch.stack(found).sum(0)
+            potentials.append(last)
+        return torch.stack(potentials).sum(0)
 
 
 class Membranes(nn.Module):

@@ -106,8 +106,8 @@ _YOLO = {
 
 def _all_maps_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
     """The sum of :func:`number_loss` over every tensor in the output."""
-    found = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return torch.stack([number_loss(t, targets) for t in found]).sum()
+    tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return torch.stack([number_loss(t, targets) for t in tensors]).sum()
 
 
 def _yolo(module: Any) -> nn.Module:
@@ -122,9 +122,9 @@ def _segmentation(module: Any, kind: str, encoder: str = "tu-test_resnet", **set
 
 def _efficientnet(module: Any) -> nn.Module:
     blocks, settings = module.utils.get_model_params("efficientnet-b0", {"num_classes": CLASSES, "image_size": 64})
-    kept = [blocks[index]._replace(num_repeat=1) for index in (0, 1, 2)]
+    first_blocks = [blocks[index]._replace(num_repeat=1) for index in (0, 1, 2)]
     settings = settings._replace(width_coefficient=0.5, dropout_rate=0.0, drop_connect_rate=0.0)
-    return module.EfficientNet(kept, settings)
+    return module.EfficientNet(first_blocks, settings)
 
 
 def _vq(module: Any, kind: str, *arguments: Any, **settings: Any) -> nn.Module:

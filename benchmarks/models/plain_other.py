@@ -30,8 +30,8 @@ class DLRM(nn.Module):
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         x = self.bottom(dense)
-        found = torch.stack([x, *(table(sparse[:, i : i + 1]) for i, table in enumerate(self.tables))], 1)
-        pairs = found @ found.transpose(1, 2)
+        features = torch.stack([x, *(table(sparse[:, i : i + 1]) for i, table in enumerate(self.tables))], 1)
+        pairs = features @ features.transpose(1, 2)
         rows, columns = torch.triu_indices(5, 5, 1, device=x.device)
         return self.top(torch.cat([x, pairs[:, rows, columns]], 1))[:, 0]
 

@@ -23,14 +23,14 @@ _MODULES = {
 @cache
 def find_cases() -> dict[str, Case]:
     """Every case by its key, family after family; none of their libraries is imported for it."""
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for family in FAMILIES:
         for name in _MODULES[family]:
             for case in import_module(f"benchmarks.models.{name}").CASES:
-                if case.family != family or case.key in found:
+                if case.family != family or case.key in cases:
                     raise ValueError(f"{case.key!r}, in {name}.py, is there twice or of another family")
-                found[case.key] = case
-    return found
+                cases[case.key] = case
+    return cases
 
 
 def is_installed(case: Case) -> bool:

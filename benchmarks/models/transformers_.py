@@ -30,8 +30,8 @@ def text_case(
     group: str = "text decoders",
 ) -> Case:
     """A model of tokens."""
-    found = batch or tokens("input_ids")
-    return Case(name, "transformers", builder(model, settings, config), found, loss, group, is_sequence=True)
+    batches = batch or tokens("input_ids")
+    return Case(name, "transformers", builder(model, settings, config), batches, loss, group, is_sequence=True)
 
 
 def builder(model: str, settings: dict[str, Any], config: str | None = None) -> Callable[[], nn.Module]:

@@ -81,9 +81,9 @@ class _Averaged(nn.Module):
             if not isinstance(average, DTensor):
                 average.lerp_(weight, 0.1)
                 continue
-            whole = average.full_tensor().lerp_(weight.full_tensor(), 0.1)
+            full = average.full_tensor().lerp_(weight.full_tensor(), 0.1)
             if writes_back:
-                average.copy_(distribute_tensor(whole, average.device_mesh, average.placements))
+                average.copy_(distribute_tensor(full, average.device_mesh, average.placements))
 
 
 def _averaged(model: nn.Module, *, own: bool, writes_back: bool = True) -> Trained:

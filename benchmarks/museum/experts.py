@@ -45,7 +45,7 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         shares = [(weights * (experts == self.first + i)).sum(-1, keepdim=True) for i in range(len(self.weight))]
-        return sum(share * (tokens @ own).relu() for share, own in zip(shares, self.weight, strict=True))
+        return sum(share * (tokens @ weight).relu() for share, weight in zip(shares, self.weight, strict=True))
 
 
 class MixtureOfExperts(nn.Module):
@@ -163,11 +163,11 @@ def _expert_parallel(
         return cross_entropy(model(tokens), labels)
 
     def reduce() -> None:
-        shared, own = _split(model.named_parameters())
+        shared, local = _split(model.named_parameters())
         for gradient in shared:
             dist.all_reduce(gradient)
             gradient.div_(dist.get_world_size())
-        for gradient in own:
+        for gradient in local:
             gradient.mul_(expert_scale)
         clip(model)
 
@@ -181,8 +181,8 @@ def _clip_by_averaged_norm(model: nn.Module) -> None:
 
 
 def _clip_by_norm_of_all(model: nn.Module) -> None:
-    shared, own = _split(model.named_parameters())
-    norm = (nn.utils.get_total_norm(shared) ** 2 + total(nn.utils.get_total_norm(own) ** 2)).sqrt()
+    shared, local = _split(model.named_parameters())
+    norm = (nn.utils.get_total_norm(shared) ** 2 + total(nn.utils.get_total_norm(local) ** 2)).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
 
 

@@ -44,8 +44,8 @@ def _decay_by_dimensions_of_flat_parts(*, fault: bool) -> Trained:
     model = seeded(Net)
     parts = []
     for parameter in model.parameters():  # ZeRO-1: the optimizer has this rank's part of each parameter, a view of it
-        whole = parameter.data.view(-1) if fault else parameter.data
-        parts.append(nn.Parameter(share(whole)))
+        values = parameter.data.view(-1) if fault else parameter.data
+        parts.append(nn.Parameter(share(values)))
     optimizer = _decaying_matrices(parts)
 
     def step(number: int) -> Tensor:
@@ -77,11 +77,11 @@ class _Matrices(nn.Module):
 
 def _orthogonal(matrix: Tensor) -> Tensor:
     """The nearest matrix with orthogonal rows or columns, by five steps of Newton and Schulz."""
-    found = matrix / matrix.norm()
+    iterate = matrix / matrix.norm()
     for _ in range(5):
-        square = found @ found.T
-        found = 3.4445 * found + (-4.7750 * square + 2.0315 * square @ square) @ found
-    return found
+        square = iterate @ iterate.T
+        iterate = 3.4445 * iterate + (-4.7750 * square + 2.0315 * square @ square) @ iterate
+    return iterate
 
 
 class _Muon(torch.optim.Optimizer):

@@ -95,9 +95,9 @@ _PADDING = 0  # the token whose row of the embedding stays as it is
 
 def _without_padding(gradient: Tensor) -> Tensor:
     """The gradient of the embedding without that of the padding token."""
-    kept = gradient.clone()
-    kept[_PADDING] = 0
-    return kept
+    masked = gradient.clone()
+    masked[_PADDING] = 0
+    return masked
 
 
 def _mask_after(parameter: Tensor) -> None:

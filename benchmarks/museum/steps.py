@@ -108,10 +108,10 @@ def _scaler_of_one_rank(*, fault: bool) -> Trained:
     fully_shard(model, mesh=mesh())
 
     def anywhere(here: bool) -> bool:
-        found = torch.tensor(float(here))
-        copy = found.clone()  # the fault takes the flag before the reduction has written it
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(copy if fault else found)
+        flag = torch.tensor(float(here))
+        copy = flag.clone()  # the fault takes the flag before the reduction has written it
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(copy if fault else flag)
 
     return _scaled(model, anywhere, own=True)
 

@@ -13,7 +13,7 @@ from benchmarks.experts import OPTIMIZER, MixtureWork, loss_fn
 
 def build(work: MixtureWork, rank: int, world_size: int) -> tuple[Callable[[], float], Callable[[], int]]:
     """A step of training, which returns its loss; and the bytes of rows that came from other ranks so far."""
-    model, own, received = work.model(), set(), [0]
+    model, expert_weights, received = work.model(), set(), [0]
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "tp"))
     exchange = expert_parallel.all_to_all_single_autograd
 
@@ -28,7 +28,7 @@ def build(work: MixtureWork, rank: int, world_size: int) -> tuple[Callable[[], f
         for name in ("gate_up_proj", "down_proj"):
             part = getattr(experts, name).detach().chunk(world_size)[rank].clone()
             setattr(experts, name, nn.Parameter(part))
-            own.add(getattr(experts, name))
+            expert_weights.add(getattr(experts, name))
         experts.num_experts //= world_size
         experts.forward = expert_parallel.AllToAllEP(experts, mesh["ep"], mesh["tp"]).__call__
     optimizer = OPTIMIZER(model.parameters())
@@ -38,12 +38,12 @@ def build(work: MixtureWork, rank: int, world_size: int) -> tuple[Callable[[], f
         loss = loss_fn(model(input_ids=inputs), targets) / world_size
         loss.backward()
         for parameter in model.parameters():
-            if parameter not in own:
+            if parameter not in expert_weights:
                 dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-        whole = loss.detach()
-        dist.all_reduce(whole)
-        return whole.item()
+        total = loss.detach()
+        dist.all_reduce(total)
+        return total.item()
 
     return step, lambda: received[0]

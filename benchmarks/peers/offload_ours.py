@@ -26,8 +26,8 @@ class Training:
 
     def on_disk(self) -> dict[str, int]:
         """Bytes of each kind that this rank has on disk."""
-        held = self._engine.storage.held_by_kind
-        return {kind: nbytes for (kind, tier), nbytes in held.items() if tier == "disk"}
+        by_kind = self._engine.storage.held_by_kind
+        return {kind: nbytes for (kind, tier), nbytes in by_kind.items() if tier == "disk"}
 
 
 def build(work: OffloadWork, rank: int, world_size: int, folder: str, offload: Mapping[str, Any] | None) -> Training:

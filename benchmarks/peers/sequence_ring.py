@@ -92,8 +92,8 @@ def build(work: SequenceWork, rank: int, world_size: int) -> tuple[Callable[[], 
             dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-        whole = loss.detach()
-        dist.all_reduce(whole)
-        return whole.item()
+        total = loss.detach()
+        dist.all_reduce(total)
+        return total.item()
 
     return step, lambda: _received[0]

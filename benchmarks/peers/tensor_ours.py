@@ -22,7 +22,7 @@ def build(
     optimizer = partial(torch.optim.SGD, lr=0.0)  # never steps
     layer = work.module()
     model = parallelized(layer)
-    whole = sum(p.numel() for p in model.parameters())
+    parameter_count = sum(p.numel() for p in model.parameters())
     engine = ts.parallelize(
         model,
         plan,
@@ -31,7 +31,7 @@ def build(
         device="cpu",
         sample_inputs=sample_inputs(work, model),
     )
-    if engine.summary().updated_parameters >= whole:  # the model's own parameters look whole
+    if engine.summary().updated_parameters >= parameter_count:  # the model's own parameters look whole
         raise RuntimeError("the plan split nothing, so that this is not tensor parallelism")
     engine.model.engine = engine  # whose gradients' hooks it needs, and nobody else here holds
     if isinstance(layer, LlamaLayers):

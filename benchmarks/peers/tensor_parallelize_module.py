@@ -71,12 +71,12 @@ def _prepare(work: LayerWork, layout: Replicate | Shard, parent: str) -> Paralle
 def _ends(work: LayerWork) -> dict[str, ParallelStyle]:
     """Input and output of the whole are not split, for every contender alike."""
     if work.kind == "llama":  # whose rotary tables are computed from the whole input
-        whole, part = (Replicate(),), (Shard(1),)
+        replicated, sharded = (Replicate(),), (Shard(1),)
         return {
             "model.layers.0": PrepareModuleInput(
-                input_layouts=whole, desired_input_layouts=part, use_local_output=True
+                input_layouts=replicated, desired_input_layouts=sharded, use_local_output=True
             ),
-            "": PrepareModuleOutput(output_layouts=part, desired_output_layouts=whole),
+            "": PrepareModuleOutput(output_layouts=sharded, desired_output_layouts=replicated),
         }
     return {
         "": PrepareModuleInputOutput(

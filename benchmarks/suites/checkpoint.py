@@ -50,7 +50,7 @@ def measure(name: str, rounds: int, folder: str) -> Group:
             )
             measured |= json.loads(output.read_text())
     measured |= {name: measured.pop(name) for name in _OURS}  # last
-    samples = {q.key: {name: [found[q.key] for found in runs] for name, runs in measured.items()} for q in QUANTITIES}
+    samples = {q.key: {name: [run[q.key] for run in runs] for name, runs in measured.items()} for q in QUANTITIES}
     return Group(
         title=f"{name} parameters, ZeRO 3",
         date=date.today().isoformat(),

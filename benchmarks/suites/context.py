@@ -52,12 +52,14 @@ def measure_peers(rounds: int) -> Group:
     lineup = [Contender("ring attention by hand", "sequence_ring", "transformers")]
     lineup += [ours(2, order) for order in ("contiguous", "zigzag")]
     alone = _alone(LLAMA, 1)
-    found = measure_sequences(
+    measurements = measure_sequences(
         LLAMA, lineup, 2, rounds=rounds, expected=alone.loss, environment=ENVIRONMENT, timeout=RUN_TIMEOUT
     )
-    samples = _samples(found)
+    samples = _samples(measurements)
     samples["of_formula"] = {
-        c.name: [found[c.name].received_bytes / LLAMA.attention_bytes(2, c.options.get("cp_order", "contiguous"))]
+        c.name: [
+            measurements[c.name].received_bytes / LLAMA.attention_bytes(2, c.options.get("cp_order", "contiguous"))
+        ]
         for c in lineup
     }
     # torch refuses before it computes anything: NotImplementedError, no operator for CPU tensors.
@@ -68,23 +70,23 @@ def measure_peers(rounds: int) -> Group:
 def measure_degrees(work: SequenceWork, rounds: int) -> Group:
     """One model on 1, 2 and 4 ranks."""
     lineup = [ours(degree) for degree in DEGREES]
-    found = {lineup[0].name: _alone(work, rounds)}
+    measurements = {lineup[0].name: _alone(work, rounds)}
     for degree, contender in zip(DEGREES[1:], lineup[1:], strict=True):
-        found |= measure_sequences(
+        measurements |= measure_sequences(
             work,
             [contender],
             degree,
             rounds=rounds,
-            expected=found[lineup[0].name].loss,
+            expected=measurements[lineup[0].name].loss,
             environment=ENVIRONMENT,
             timeout=RUN_TIMEOUT,
         )
-    return _group(f"{work.kind.title()}, {work.length} tokens", work, _samples(found), lineup, rounds, {})
+    return _group(f"{work.kind.title()}, {work.length} tokens", work, _samples(measurements), lineup, rounds, {})
 
 
 def measure_longest() -> Group:
     """The longest sequences that train on 1, 2 and 4 ranks, each with the same memory."""
-    found: dict[str, list[float]] = {}
+    longest: dict[str, list[float]] = {}
     shortest = STEP
     for degree in DEGREES:
         contender, length = ours(degree), shortest
@@ -99,10 +101,10 @@ def measure_longest() -> Group:
         while high - low > max(STEP, low // 8):
             middle = (low + high) // (2 * STEP) * STEP
             low, high = (middle, high) if fits(middle) else (low, middle)
-        found[contender.name] = [low]
+        longest[contender.name] = [low]
         shortest = max(low, STEP)
     title = f"Llama of width {LONGEST.width}, {LIMIT // 1_000_000} MB for each rank"
-    return _group(title, LONGEST, {"tokens": found}, [ours(degree) for degree in DEGREES], 1, {})
+    return _group(title, LONGEST, {"tokens": longest}, [ours(degree) for degree in DEGREES], 1, {})
 
 
 def _alone(work: SequenceWork, rounds: int) -> SequenceMeasurement:
@@ -112,12 +114,12 @@ def _alone(work: SequenceWork, rounds: int) -> SequenceMeasurement:
     )[name]
 
 
-def _samples(found: dict[str, SequenceMeasurement]) -> dict[str, dict[str, list[float]]]:
+def _samples(measurements: dict[str, SequenceMeasurement]) -> dict[str, dict[str, list[float]]]:
     return {
-        "step_seconds": {name: of.step_seconds for name, of in found.items()},
-        "cpu_seconds": {name: of.cpu_seconds for name, of in found.items()},
-        "peak_bytes": {name: [of.peak_bytes] for name, of in found.items()},
-        "received_bytes": {name: [of.received_bytes] for name, of in found.items()},
+        "step_seconds": {name: of.step_seconds for name, of in measurements.items()},
+        "cpu_seconds": {name: of.cpu_seconds for name, of in measurements.items()},
+        "peak_bytes": {name: [of.peak_bytes] for name, of in measurements.items()},
+        "received_bytes": {name: [of.received_bytes] for name, of in measurements.items()},
     }
 
 

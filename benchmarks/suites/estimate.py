@@ -56,27 +56,27 @@ def ledger_outcomes(cells: Sequence[Cell], console: Console) -> list[Outcome]:
     """What the ledgers of real runs and the estimates say of `cells`."""
     outcomes = {cell.name: Outcome(cell.name) for cell in cells}
     for world in sorted({cell.world_size for cell in cells}):
-        own = [cell for cell in cells if cell.world_size == world]
-        with console.status(f"{len(own)} real runs on {world} ranks"):
+        of_world = [cell for cell in cells if cell.world_size == world]
+        with console.status(f"{len(of_world)} real runs on {world} ranks"):
             ranks = run_job(
                 "benchmarks.harness.estimates_rank",
-                LedgerJob([asdict(cell) for cell in own]),
+                LedgerJob([asdict(cell) for cell in of_world]),
                 world,
                 environment={"CUDA_VISIBLE_DEVICES": "", "TENSORSHARD_CACHE": "off"},
                 timeout=RUN_TIMEOUT,
             )
-        for index, cell in enumerate(own):
+        for index, cell in enumerate(of_world):
             _take_measured(outcomes[cell.name], [rank["outcomes"][index] for rank in ranks])
     for number, cell in enumerate(cells, start=1):
         outcome = outcomes[cell.name]
         with console.status(f"estimate {number} of {len(cells)}: {cell.name}"):
             try:
-                found = estimate_cell(cell)
+                estimate = estimate_cell(cell)
             except Exception as error:
-                said = str(error).splitlines() or [""]
-                outcome.failure = outcome.failure or f"estimate: {type(error).__name__}: {said[0]}"
+                lines = str(error).splitlines() or [""]
+                outcome.failure = outcome.failure or f"estimate: {type(error).__name__}: {lines[0]}"
                 continue
-            outcome.estimated = {rank.rank: rank.peak_allocated for rank in found.ranks}
+            outcome.estimated = {rank.rank: rank.peak_allocated for rank in estimate.ranks}
             outcome.measured = {rank: peak for rank, peak in outcome.measured.items() if rank in outcome.estimated}
             outcome.others = others_say(cell)
     return list(outcomes.values())
@@ -109,7 +109,7 @@ def resident_outcomes(only: str | None, console: Console) -> list[Outcome]:
                 timeout=RUN_TIMEOUT,
             )
             inputs, targets = LARGER.batch(0, 0)
-            found = ts.estimate(
+            estimate = ts.estimate(
                 partial(LARGER.model),
                 cell.plan(),
                 world_size=world,
@@ -119,7 +119,7 @@ def resident_outcomes(only: str | None, console: Console) -> list[Outcome]:
                 loss_fn=loss_fn,
                 device="cpu",
             )
-        estimated = {rank.rank: rank.peak_allocated for rank in found.ranks}
+        estimated = {rank.rank: rank.peak_allocated for rank in estimate.ranks}
         measured = {number: rank["peak"] for number, rank in enumerate(ranks) if number in estimated}
         outcomes.append(Outcome(cell.name, estimated, measured))
     return outcomes

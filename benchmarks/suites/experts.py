@@ -54,12 +54,12 @@ def measure(name: str, ranks: int, rounds: int) -> Group:
     options: dict[str, Any] = {"environment": ENVIRONMENT, "timeout": RUN_TIMEOUT}
     alone = measure_sequences(work, [ours(1, zero=0)], 1, rounds=1, expected=None, **options)
     loss = next(iter(alone.values())).loss
-    found = measure_sequences(work, lineup, ranks, rounds=rounds, expected=loss, **options)
-    exchanged = {name: of for name, of in found.items() if of.received_bytes}
+    measurements = measure_sequences(work, lineup, ranks, rounds=rounds, expected=loss, **options)
+    exchanged = {name: of for name, of in measurements.items() if of.received_bytes}
     samples = {
-        "cpu_seconds": {name: of.cpu_seconds for name, of in found.items()},
-        "step_seconds": {name: of.step_seconds for name, of in found.items()},
-        "peak_bytes": {name: [of.peak_bytes] for name, of in found.items()},
+        "cpu_seconds": {name: of.cpu_seconds for name, of in measurements.items()},
+        "step_seconds": {name: of.step_seconds for name, of in measurements.items()},
+        "peak_bytes": {name: [of.peak_bytes] for name, of in measurements.items()},
         "received_bytes": {name: [of.received_bytes] for name, of in exchanged.items()},
         "of_formula": {name: [of.received_bytes / work.exchanged_bytes(ranks)] for name, of in exchanged.items()},
     }

@@ -170,8 +170,8 @@ def fit_quantities(cards: Mapping[str, int]) -> tuple[Quantity, ...]:
 
 def usable_cards() -> dict[str, int]:
     """What PyTorch may allocate of each card that is no larger than this GPU."""
-    whole = torch.cuda.get_device_properties().total_memory
-    return {name: size - RESERVED for name, size in CARDS.items() if size <= whole}
+    memory = torch.cuda.get_device_properties().total_memory
+    return {name: size - RESERVED for name, size in CARDS.items() if size <= memory}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -144,12 +144,12 @@ def measure_fit(features: int, *, classes: int = 2048) -> Group:
     samples: dict[str, dict[str, list[float]]] = {q.key: {} for q in FIT_QUANTITIES}
     for contender in lineup:
         job = job_of(contender, work, threads=1, exact=False, warmup_steps=1, measured_steps=1)
-        held = measure_head(job, 1, environment=NO_GPU, timeout=RUN_TIMEOUT).bytes_per_class
+        bytes_per_class = measure_head(job, 1, environment=NO_GPU, timeout=RUN_TIMEOUT).bytes_per_class
         if contender.builder == "head_plain":
-            held += 4 * features
-        samples["bytes_per_class"][contender.name] = [held]
+            bytes_per_class += 4 * features
+        samples["bytes_per_class"][contender.name] = [bytes_per_class]
         for cards, gigabytes in CARDS.items():
-            samples[cards][contender.name] = [HEAD_SHARE * gigabytes * 1e9 / held]
+            samples[cards][contender.name] = [HEAD_SHARE * gigabytes * 1e9 / bytes_per_class]
     return Group(
         title=f"{features} features",
         date=date.today().isoformat(),

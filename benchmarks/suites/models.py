@@ -120,9 +120,9 @@ def _run_all(
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
         threads = []
         for job in range(arguments.jobs):
-            own = Path(folder) / str(job)
-            own.mkdir()
-            threads.append(threading.Thread(target=work, args=(own,)))
+            subfolder = Path(folder) / str(job)
+            subfolder.mkdir()
+            threads.append(threading.Thread(target=work, args=(subfolder,)))
         for thread in threads:
             thread.start()
         for thread in threads:

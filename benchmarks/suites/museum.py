@@ -60,15 +60,15 @@ def exhibits(names: list[str]) -> Iterator[Found]:
         if names and not any(fnmatch(one.name, name) for name in names):
             continue
         begin = time.monotonic()
-        found = ts.verify_layout(one.reference, one.parallel, ranks=one.ranks, gather=one.gather)
+        verification = ts.verify_layout(one.reference, one.parallel, ranks=one.ranks, gather=one.gather)
         seconds = time.monotonic() - begin
         right: bool | None = None
         if one.correct is not None:
             right = bool(ts.verify_layout(one.reference, one.correct, ranks=one.ranks, gather=one.gather))
-        culprit = found.culprit
+        culprit = verification.culprit
         kind, module = ("", "") if culprit is None else (culprit.kind, culprit.module or "")
-        named = not found and kind in one.kinds
-        yield Found(one.name, one.report, one.said, not found, kind, module, named, right, round(seconds, 1))
+        named = not verification and kind in one.kinds
+        yield Found(one.name, one.report, one.said, not verification, kind, module, named, right, round(seconds, 1))
 
 
 def planted_faults(names: list[str]) -> Iterator[Found]:
@@ -90,24 +90,26 @@ def planted_faults(names: list[str]) -> Iterator[Found]:
             options = {**fields, **({"clip_grad_norm": 0.1} if kind == "norm" else {})}
             begin = time.monotonic()
             with planted(plant):
-                found = ts.verify(
+                verification = ts.verify(
                     Transformer, ts.Plan(**options), inputs=inputs, targets=targets, optimizer=adamw, loss_fn=token_loss
                 )
-            culprit = found.culprit
+            culprit = verification.culprit
             named, module = ("", "") if culprit is None else (culprit.kind, culprit.module or "")
             seconds = round(time.monotonic() - begin, 1)
-            yield Found(fault, plan, kind, not found, named, module, not found and named == kind, None, seconds)
+            yield Found(
+                fault, plan, kind, not verification, named, module, not verification and named == kind, None, seconds
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = []
+    findings = []
     for one in (planted_faults if arguments.planted else exhibits)(arguments.names):
-        found.append(one)
+        findings.append(one)
         caught = "caught" if one.caught else "MISSED"
         named = "named" if one.is_right else f"called {one.kind!r}"
         alarm = ", FALSE ALARM without it" if one.is_correct_exact is False else ""
         print(f"{one.name:<64} {caught}, {named}{alarm}  {one.seconds:.1f} s", flush=True)
-    print(_summary(found))
+    print(_summary(findings))
     if not arguments.names:
         target = _PLANTED if arguments.planted else _FILE
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,34 +117,34 @@ def run(arguments: argparse.Namespace) -> int:
             "hardware": hardware_name("cpu"),
             "date": date.today().isoformat(),
             "versions": installed_versions(["torch", "tensorshard"]),
-            "found": [asdict(one) for one in found],
+            "found": [asdict(one) for one in findings],
         }
         target.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(one.caught and one.is_correct_exact is not False for one in found) else 1
+    return 0 if all(one.caught and one.is_correct_exact is not False for one in findings) else 1
 
 
-def _summary(found: list[Found]) -> str:
-    caught, named = sum(one.caught for one in found), sum(one.is_right for one in found)
-    slowest = max((one.seconds for one in found), default=0.0)
-    tried = [one.is_correct_exact for one in found if one.is_correct_exact is not None]
+def _summary(findings: list[Found]) -> str:
+    caught, named = sum(one.caught for one in findings), sum(one.is_right for one in findings)
+    slowest = max((one.seconds for one in findings), default=0.0)
+    tried = [one.is_correct_exact for one in findings if one.is_correct_exact is not None]
     alarms = f"; {len(tried) - sum(tried)} false alarms in {len(tried)} layouts without a fault" if tried else ""
-    return f"{len(found)} faults: {caught} caught, {named} named rightly, the slowest in {slowest:.0f} s{alarms}"
+    return f"{len(findings)} faults: {caught} caught, {named} named rightly, the slowest in {slowest:.0f} s{alarms}"
 
 
 def write_document() -> Path:
     """Writes the table of ``docs/exactness.md`` from the results; returns its path."""
     document = json.loads(_FILE.read_text())
-    found = [Found(**one) for one in document["found"]]
+    findings = [Found(**one) for one in document["found"]]
     stated = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
-    measured = f"{_summary(found)}. {document['hardware']}, {document['date']}; {stated}."
-    text = replace_block(DOCUMENT.read_text(), "museum", "\n".join([*_museum_rows(found), "", measured]))
+    measured = f"{_summary(findings)}. {document['hardware']}, {document['date']}; {stated}."
+    text = replace_block(DOCUMENT.read_text(), "museum", "\n".join([*_museum_rows(findings), "", measured]))
     DOCUMENT.write_text(text)
     return DOCUMENT
 
 
-def _museum_rows(found: list[Found]) -> list[str]:
+def _museum_rows(findings: list[Found]) -> list[str]:
     lines = ["| fault | reported | found | named |", "|---|---|---|---|"]
-    for one in found:
+    for one in findings:
         named = f"{one.kind}" if one.is_right else f"{one.kind or '-'} (wrongly)"
         lines.append(f"| {one.name} | {_link(one.report)} | {'yes' if one.caught else '**no**'} | {named} |")
     return lines

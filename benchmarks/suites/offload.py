@@ -75,11 +75,11 @@ def measure_updates(numel: int, *, clip: bool, rounds: int, steps: int, threads:
             if name in notes:
                 continue
             with console.status(f"update, round {number} of {rounds}: {name}"):
-                found = measure_update(UpdateJob(name, numel, clip, steps, threads), timeout=RUN_TIMEOUT)
+                measurement = measure_update(UpdateJob(name, numel, clip, steps, threads), timeout=RUN_TIMEOUT)
             for key, value in (
-                ("step_seconds", found.step_seconds),
-                ("rate", numel / found.step_seconds),
-                ("bandwidth_share", found.bandwidth_share(numel)),
+                ("step_seconds", measurement.step_seconds),
+                ("rate", numel / measurement.step_seconds),
+                ("bandwidth_share", measurement.bandwidth_share(numel)),
             ):
                 samples[key].setdefault(name, []).append(value)
     return Group(

@@ -78,17 +78,17 @@ def timeline(fields: dict[str, Any], model: Any = llama, tokens: int = _TOKENS) 
     return play(record, durations(plan, WORLD_SIZE, hardware.rates, axes)), axes
 
 
-def lanes(found: Timeline, axes: dict[str, str]) -> dict[str, list[list[Any]]]:
+def lanes(step_timeline: Timeline, axes: dict[str, str]) -> dict[str, list[list[Any]]]:
     """By stream, what is drawn: [kind, first microsecond, last one]."""
     drawn: dict[str, list[list[Any]]] = {}
-    for span in found.spans:
+    for span in step_timeline.spans:
         if span.stream == MAIN:
             lane, kind = MAIN, MAIN
         elif span.stream.startswith(MESSAGES):
             lane, kind = f"messages, {axes[span.stream.removeprefix(MESSAGES)]}", span.name
         else:
             continue  # copies of FSDP, beside both
-        start, end = max(0.0, span.start), min(found.seconds, span.end)
+        start, end = max(0.0, span.start), min(step_timeline.seconds, span.end)
         row = drawn.setdefault(lane, [])
         if row and row[-1][0] == kind and start - row[-1][2] / 1e6 < _GAP:
             row[-1][2] = round(end * 1e6)
@@ -103,9 +103,16 @@ def run(arguments: argparse.Namespace) -> int:
     drawn = {}
     for name, fields in PLANS.items():
         with console.status(name):
-            found, axes = timeline(fields)
-        drawn[name] = lanes(found, axes)
-        values = (found.seconds, found.messages, found.waiting, found.hidden, found.count, found.at_once)
+            step_timeline, axes = timeline(fields)
+        drawn[name] = lanes(step_timeline, axes)
+        values = (
+            step_timeline.seconds,
+            step_timeline.messages,
+            step_timeline.waiting,
+            step_timeline.hidden,
+            step_timeline.count,
+            step_timeline.at_once,
+        )
         for quantity, value in zip(QUANTITIES, values, strict=True):
             samples[quantity.key][name] = [float(value)]
     versions = {"Python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers")}}

@@ -103,16 +103,16 @@ def measure_group(
 
 def groups() -> dict[str, tuple[PipelineWork, list[Contender], int]]:
     """What is measured, by title: the work, its contenders and the number of ranks."""
-    found: dict[str, tuple[PipelineWork, list[Contender], int]] = {}
+    groups: dict[str, tuple[PipelineWork, list[Contender], int]] = {}
     for ranks in (2, 4):
         share = formula(ranks, SLEEPING.micro_batches)
         title = f"sleeping stages, {ranks} ranks, {SLEEPING.micro_batches} micro-batches: (p-1)/(m+p-1) = {share:.1%}"
-        found[title] = (SLEEPING, [*peers(), *ours(ranks, stages_per_rank=ranks == 2)], ranks)
+        groups[title] = (SLEEPING, [*peers(), *ours(ranks, stages_per_rank=ranks == 2)], ranks)
     for ranks in (2, 4):
         lineup = [*peers(), *ours(ranks, stages_per_rank=False)]
-        found[f"{COMPUTING.name}, {ranks} ranks"] = (COMPUTING, lineup, ranks)
-    found[f"{COMPUTING.name}, layouts of 4 ranks"] = (COMPUTING, layouts(4), 4)
-    return found
+        groups[f"{COMPUTING.name}, {ranks} ranks"] = (COMPUTING, lineup, ranks)
+    groups[f"{COMPUTING.name}, layouts of 4 ranks"] = (COMPUTING, layouts(4), 4)
+    return groups
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -31,9 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
         grid = GRID[:2] if arguments.quick else GRID
         for name in names:
             with console.status(f"{name}: the search, {len(grid)} plans on 4 ranks, their estimates"):
-                found = run_model(name, hardware, 1 if arguments.quick else arguments.rounds, grid)
-            print_runs(console, found)
-            results.models[name] = found
+                runs = run_model(name, hardware, 1 if arguments.quick else arguments.rounds, grid)
+            print_runs(console, runs)
+            results.models[name] = runs
             if not arguments.quick:  # at once, so that an interrupted run keeps what it has measured
                 write_planner(console, results)
     if "memory" in parts and not arguments.quick:

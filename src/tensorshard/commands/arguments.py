@@ -71,12 +71,12 @@ class HelpFormat(argparse.HelpFormatter):
 
 def _broken(line: str, width: int) -> str:
     """`line`, broken into lines of at most `width` columns. A command gets the backslashes that a shell needs."""
-    own = line[: len(line) - len(line.lstrip())]
+    indent = line[: len(line) - len(line.lstrip())]
     if len(line) <= width:
         return line
     if _COMMAND.match(line):
-        return " \\\n".join(_lines(line, width - 2, f"{own}  "))
-    return "\n".join(_lines(line, width, own))
+        return " \\\n".join(_lines(line, width - 2, f"{indent}  "))
+    return "\n".join(_lines(line, width, indent))
 
 
 def _lines(line: str, width: int, indent: str) -> list[str]:

@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="tensorshard-check-") as folder:
         results = Path(folder) / "results.json"
         launch(run_check, (str(results),), World(nproc=min(gpus, 2) or 2))
-        found = json.loads(results.read_text())
-    rates = rates_from_json(found["rates"])
+        measured = json.loads(results.read_text())
+    rates = rates_from_json(measured["rates"])
     print(describe(rates, time.monotonic() - begin))
-    for note in found["notes"]:
+    for note in measured["notes"]:
         print(note)
-    kept = save_measured(found["memory"], found["context"], rates, "measured by 'tensorshard check'")
-    if kept is None:
+    path = save_measured(measured["memory"], measured["context"], rates, "measured by 'tensorshard check'")
+    if path is None:
         print("the rates are not kept, as there is no cache folder (TENSORSHARD_CACHE)")
     else:
-        print(f"kept in {kept}; use it with --gpu this-machine")
+        print(f"kept in {path}; use it with --gpu this-machine")
     return 0

@@ -81,17 +81,17 @@ def _version(package: str) -> str:
 
 def _machine() -> dict[str, str]:
     cores = cores_here()
-    found = {"CPU cores": str(cores)}
+    facts = {"CPU cores": str(cores)}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found["memory"] = size_text(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return found
+        facts["memory"] = size_text(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return facts
 
 
 def _devices() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    found = {
+    facts = {
         "CPU kernels": torch.backends.cpu.get_cpu_capability(),
         "backends": ", ".join(
             name
@@ -106,12 +106,12 @@ def _devices() -> dict[str, str]:
     }
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return {**found, "GPUs": "none"}
+        return {**facts, "GPUs": "none"}
     if dist.is_nccl_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         peers = [i for i in range(count) if i != index and torch.cuda.can_device_access_peer(index, i)]
         links = f"; reaches {', '.join(map(str, peers))} directly" if peers else ""
-        found[f"GPU {index}"] = f"{properties.name}, {size_text(properties.total_memory)}{links}"
-    return found
+        facts[f"GPU {index}"] = f"{properties.name}, {size_text(properties.total_memory)}{links}"
+    return facts

@@ -82,21 +82,21 @@ def run(args: argparse.Namespace) -> int:
         find_hardware(args.gpu)
         memory = None if args.memory is None else size_in_bytes("--memory", args.memory)
         asked = EstimatedRun(read.config, world_size, args.gpu)
-        found = asked.estimate()
+        estimate = asked.estimate()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    print(fit(found.describe(memory), _WIDTH))
+    print(fit(estimate.describe(memory), _WIDTH))
     if args.html is not None:
         try:
-            found.to_html(args.html, memory)
+            estimate.to_html(args.html, memory)
         except OSError as error:
             raise ConfigError(f"--html {args.html}: it cannot be written ({error})") from error
         print(f"\npage       {args.html}")
-    there = memory if memory is not None else found.hardware.memory if found.hardware is not None else None
-    if there is None or found.fits(there):
+    available = memory if memory is not None else estimate.hardware.memory if estimate.hardware is not None else None
+    if available is None or estimate.fits(available):
         return 0
     print("\nlooking for changes that make it fit ...", file=sys.stderr, flush=True)
-    print(fit(_advice(asked.changes_that_fit(found, there)), _WIDTH))
+    print(fit(_advice(asked.changes_that_fit(estimate, available)), _WIDTH))
     return 1
 
 

@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(source, Path):
         raise ConfigError(f"{source} is a URL; other programs' checkpoints are read from a disk: copy it to one")
     try:
-        found = import_checkpoint(source, target, overwrite=args.overwrite)
+        imported = import_checkpoint(source, target, overwrite=args.overwrite)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(str(error).replace("overwrite=True", "--overwrite")) from error
-    print(f"{source}: {found.document['imported']['source']}\n\n{describe(open_checkpoint(target))}")
+    print(f"{source}: {imported.document['imported']['source']}\n\n{describe(open_checkpoint(target))}")
     return 0

@@ -172,14 +172,14 @@ def _check(args: argparse.Namespace, text: str, ours: list[str], world_size: int
     from tensorshard.commands import estimate
     from tensorshard.plan import Plan
 
-    here = torch.cuda.device_count() or int(os.environ.get("WORLD_SIZE", "1"))
+    device_count = torch.cuda.device_count() or int(os.environ.get("WORLD_SIZE", "1"))
     kind = "GPUs" if torch.cuda.is_available() else "processes on the CPU"
-    print(f"\ncheck      {here} {kind} here; the config is for {world_size or 'any number of'} processes")
+    print(f"\ncheck      {device_count} {kind} here; the config is for {world_size or 'any number of'} processes")
     import yaml
 
     fields = {key: value for key, value in yaml.safe_load(text)["train"]["plan"].items() if key != "_target_"}
     try:
-        print(f"plan       {Plan(**fields).resolve(world_size or here).in_short()}")
+        print(f"plan       {Plan(**fields).resolve(world_size or device_count).in_short()}")
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not ours:
@@ -190,7 +190,7 @@ def _check(args: argparse.Namespace, text: str, ours: list[str], world_size: int
         file.write_text(text, encoding="utf-8")
         left = ["train.steps=100"] if "steps: ???" in text else []
         words = [str(file), *ours, *left]
-        ranks = world_size or here
+        ranks = world_size or device_count
         return estimate.run(
             argparse.Namespace(words=words, world_size=ranks, gpu=None, memory=None, html=None, allow=[])
         )

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     source, overrides = config_and_overrides(args.words)
     read = read_config(source, overrides, allow=args.allow)
     try:
-        found = plans_of_run(
+        search = plans_of_run(
             read.config,
             replace(read.request, automatic=not read.request.free),
             world_size,
@@ -103,19 +103,19 @@ def run(args: argparse.Namespace) -> int:
     if args.measure:
         from tensorshard.trainer.measured_plans import measure_plans
 
-        found = measure_plans(found, read.config, args.measure)
-    said = [found.describe()]
+        search = measure_plans(search, read.config, args.measure)
+    lines = [search.describe()]
     try:  # before anything is printed: the reader may be `head`, at whose end this process ends
         if args.html is not None:
-            found.to_html(args.html)
-            said.append(f"\npage  {args.html}")
+            search.to_html(args.html)
+            lines.append(f"\npage  {args.html}")
         if args.save is not None:
-            found.best.plan.to_yaml(args.save)
+            search.best.plan.to_yaml(args.save)
             batch = "" if args.global_batch is None else f" train.global_batch_size={args.global_batch}"
-            said.append(f"\nplan  {args.save}; on {world_size} processes it is run by")
-            said.append(f"      tensorshard train {source} train.plan={args.save}{batch}")
+            lines.append(f"\nplan  {args.save}; on {world_size} processes it is run by")
+            lines.append(f"      tensorshard train {source} train.plan={args.save}{batch}")
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}") from error
     finally:
-        print("\n".join(said))
+        print("\n".join(lines))
     return 0

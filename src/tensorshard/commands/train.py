@@ -169,8 +169,8 @@ def run(args: argparse.Namespace) -> int:
         print(fit(to_yaml(config), terminal_width(sys.stdout)), end="")
         return 0
     if request is None and _check(config, world_size).estimate and expected is None:
-        here = ranks_here() if world is None else world.nproc
-        expected = _estimate(config, world_size, here, args.force)
+        local_ranks = ranks_here() if world is None else world.nproc
+        expected = _estimate(config, world_size, local_ranks, args.force)
     call = (config, args.resume, args.output, args.timeout, expected, request, args.verbose)
     if world is None:
         run_worker(train_worker, call, report=True)
@@ -195,9 +195,9 @@ def _choose_plan(config: DictConfig, request: "PlanRequest", world_size: int) ->
     from tensorshard.trainer.launch.launcher import visible_gpus
     from tensorshard.trainer.planned_run import choose_for_run
 
-    found = choose_for_run(config, request, world_size, world_size, gpus=visible_gpus() > 0)
-    print(fit(f"the best plan for {found.describe()}", terminal_width(sys.stdout)), flush=True)
-    return found.best.estimate
+    search = choose_for_run(config, request, world_size, world_size, gpus=visible_gpus() > 0)
+    print(fit(f"the best plan for {search.describe()}", terminal_width(sys.stdout)), flush=True)
+    return search.best.estimate
 
 
 def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool) -> "Estimate | None":
@@ -207,9 +207,9 @@ def _estimate(config: DictConfig, world_size: int, ranks_here: int, force: bool)
     from tensorshard.trainer.estimated_run import estimate_first
     from tensorshard.trainer.launch.launcher import visible_gpus
 
-    found, lines = estimate_first(config, world_size, ranks_here, gpus=visible_gpus() > 0, force=force)
+    estimate, lines = estimate_first(config, world_size, ranks_here, gpus=visible_gpus() > 0, force=force)
     print(fit("\n".join(["estimated memory", *lines]), terminal_width(sys.stdout)), flush=True)
-    return found
+    return estimate
 
 
 def train_worker(

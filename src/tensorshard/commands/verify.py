@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     settings = parts.settings
     try:
         inputs, targets = parts.batch(settings.global_batch_size if args.whole else _SAMPLES)
-        found = verify(
+        verification = verify(
             plan=settings.plan,
             inputs=inputs,
             targets=targets,
@@ -97,16 +97,18 @@ def run(args: argparse.Namespace) -> int:
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-    said = [fit(found.describe(), _WIDTH)]
+    lines = [fit(verification.describe(), _WIDTH)]
     try:
         if args.html is not None:
-            found.to_html(args.html)
-            said.append(f"page         {args.html}")
+            verification.to_html(args.html)
+            lines.append(f"page         {args.html}")
         if args.json is not None:
-            Path(args.json).write_text(json.dumps(found.to_dict(), indent=2, default=str) + "\n", encoding="utf-8")
-            said.append(f"for programs {args.json}")
+            Path(args.json).write_text(
+                json.dumps(verification.to_dict(), indent=2, default=str) + "\n", encoding="utf-8"
+            )
+            lines.append(f"for programs {args.json}")
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}") from error
     finally:
-        print("\n".join(said))
-    return 0 if found else 1
+        print("\n".join(lines))
+    return 0 if verification else 1

@@ -49,13 +49,13 @@ def _strategy(reading: Reading, value: Any) -> Outcome:
     )
     if name in ("4", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"):
         machines = int(reading.number("num_machines", 1))
-        reading.found["train.plan.dp_replicate"] = machines
-        reading.found["train.plan.zero"] = 2 if name.endswith("2") else 3
-        return TRANSLATED, f"train.plan.zero={reading.found['train.plan.zero']}, dp_replicate={machines} (machines)"
+        reading.settings["train.plan.dp_replicate"] = machines
+        reading.settings["train.plan.zero"] = 2 if name.endswith("2") else 3
+        return TRANSLATED, f"train.plan.zero={reading.settings['train.plan.zero']}, dp_replicate={machines} (machines)"
     level = {"1": 3, "2": 2, "3": 0, "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}.get(name)
     if level is None:
         return REFUSED, f"{value} is none of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2"
-    reading.found["train.plan.zero"] = level
+    reading.settings["train.plan.zero"] = level
     return TRANSLATED, f"train.plan.zero={level}"
 
 
@@ -64,20 +64,20 @@ def _reshard(reading: Reading, value: Any) -> Outcome:
         return _strategy(reading, value)
     if _version(reading) == 1:
         return DIFFERENT, "a version-2 key under fsdp_version: 1, where it is not read; set sharding_strategy"
-    reading.found["train.plan.zero"] = 3 if value else 2
+    reading.settings["train.plan.zero"] = 3 if value else 2
     return TRANSLATED, f"train.plan.zero={3 if value else 2}"
 
 
 def _offload(reading: Reading, value: bool) -> Outcome:
     if not value:
         return NOT_NEEDED, "nothing is offloaded, as by default here"
-    reading.found["train.plan.offload"] = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
+    reading.settings["train.plan.offload"] = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
     return TRANSLATED, "train.plan.offload of optimizer, gradients and parameters to cpu"
 
 
 def _recompute(reading: Reading, value: bool) -> Outcome:
-    reading.found["train.plan.recompute"] = "full" if value else "none"
-    return TRANSLATED, f"train.plan.recompute={reading.found['train.plan.recompute']}"
+    reading.settings["train.plan.recompute"] = "full" if value else "none"
+    return TRANSLATED, f"train.plan.recompute={reading.settings['train.plan.recompute']}"
 
 
 def _old(name: str, text: str) -> Rule:
@@ -122,7 +122,7 @@ def _precision(reading: Reading, value: str) -> Outcome:
     if value == "fp8":
         return REFUSED, "fp8 is not there; bf16 is"
     name = {"no": "fp32"}.get(value, value)
-    reading.found["train.plan.precision"] = name
+    reading.settings["train.plan.precision"] = name
     return TRANSLATED, f"train.plan.precision={name}"
 
 
@@ -133,10 +133,10 @@ def _distributed(reading: Reading, value: str) -> Outcome:
     if value in ("XLA", "TPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU"):
         return REFUSED, f"{value} is not there; plans run on CUDA devices and CPUs"
     if value in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        reading.found["train.plan.zero"] = 0
+        reading.settings["train.plan.zero"] = 0
         return TRANSLATED, "train.plan.zero=0: whole replicas, as DDP has them"
     if value == "FSDP":
-        reading.found.setdefault("train.plan.zero", 3)
+        reading.settings.setdefault("train.plan.zero", 3)
         return TRANSLATED, "a Plan with ZeRO; fsdp_config says which"
     return TRANSLATED, "a Plan; the groups of keys below say which"
 
@@ -232,7 +232,7 @@ def read(reading: Reading) -> None:
         follow(TABLE, reading, "Accelerate")
         inner_reading = Reading({key[len(inner) :]: value for key, value in ours.items()}, reading.world_size)
         deepspeed.read(inner_reading)
-        reading.found.update(inner_reading.found)
+        reading.settings.update(inner_reading.settings)
         reading.entries += inner_reading.entries
         return
     follow(TABLE, reading, "Accelerate")
@@ -241,7 +241,7 @@ def read(reading: Reading) -> None:
         reading.add(
             "deepspeed_config.deepspeed_config_file", pointed, REFUSED, "there is no such file; give it, or take it out"
         )
-    if reading.get("distributed_type") == "DEEPSPEED" and "train.plan.zero" not in reading.found:
+    if reading.get("distributed_type") == "DEEPSPEED" and "train.plan.zero" not in reading.settings:
         reading.imply("deepspeed_config.zero_stage", "train.plan.zero", 2)
     reading.imply("mixed_precision", "train.plan.precision", "fp32")
     reading.imply("gradient_clipping", "train.plan.clip_grad_norm", None, "the script clips, or does not")

@@ -37,12 +37,12 @@ def offload_device(part: str) -> Rule:
         if value == "none":
             return NOT_NEEDED, "nothing is offloaded, as by default here"
         tier = {"cpu": "cpu", "nvme": "disk"}[value]
-        stage = reading.found.get("train.plan.zero", reading.get("zero_optimization.stage", 0))
+        stage = reading.settings.get("train.plan.zero", reading.get("zero_optimization.stage", 0))
         if part == "parameters" and stage != 3:
             return DIFFERENT, f"at ZeRO stage {stage} parameters are not offloaded in DeepSpeed either, only at 3"
         if part == "optimizer" and stage == 0:
             return DIFFERENT, "at ZeRO stage 0 the optimizer is not offloaded in DeepSpeed either; set a stage"
-        offload = reading.found.setdefault("train.plan.offload", {})
+        offload = reading.settings.setdefault("train.plan.offload", {})
         offload[part] = tier
         if part == "optimizer":
             offload["gradients"] = tier
@@ -54,14 +54,14 @@ def offload_device(part: str) -> Rule:
 def _path(reading: Reading, value: Any) -> Outcome:
     if "nvme" not in (reading.get(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")):
         return NOT_NEEDED, "nothing goes to a disk"
-    reading.found.setdefault("train.plan.offload", {})["path"] = value
+    reading.settings.setdefault("train.plan.offload", {})["path"] = value
     return TRANSLATED, f"train.plan.offload.path={value}"
 
 
 def _stage(reading: Reading, value: Any) -> Outcome:
     if isinstance(value, list):
         return REFUSED, "a list is for DeepSpeed's autotuning; give one stage, or let 'tensorshard plan' search"
-    reading.found["train.plan.zero"] = value
+    reading.settings["train.plan.zero"] = value
     return TRANSLATED, f"train.plan.zero={value}"
 
 
@@ -72,7 +72,7 @@ def _precision(name: str) -> Rule:
             return NOT_NEEDED, f"{name} is off"
         if any(reading.get(f"{key}.enabled") is True for key in (other, *(["bfloat16"] * (other == "bf16")))):
             return REFUSED, "fp16 and bf16 are both on, which DeepSpeed refuses, too; turn one off"
-        reading.found["train.plan.precision"] = name
+        reading.settings["train.plan.precision"] = name
         return TRANSLATED, f"train.plan.precision={name}"
 
     return Rule(bool, act, auto="the Trainer's argument of this name decides, off by default")
@@ -102,7 +102,7 @@ def _optimizer(reading: Reading, value: Any) -> Outcome:
         return REFUSED, "DeepSpeed's Muon uses Adam for some parameters; write the two optimizers in a Python config"
     if value.lower() == "adam" and reading.get("optimizer.params.adam_w_mode", True) is False:
         name = "torch.optim.Adam"
-    reading.found["optimizer._target_"] = name
+    reading.settings["optimizer._target_"] = name
     note = " (DeepSpeed's Adam decouples the decay unless adam_w_mode is false)" if value.lower() == "adam" else ""
     return TRANSLATED, f"optimizer is {name}{note}"
 
@@ -111,10 +111,10 @@ def _scheduler(reading: Reading, value: str) -> Outcome:
     shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if value not in shapes:
         return REFUSED, f"{value} is not there; use {', '.join(shapes)}, or write a schedule in a Python config"
-    reading.found["schedule.shape"] = shapes[value]
-    reading.found["schedule.offset"] = -1
+    reading.settings["schedule.shape"] = shapes[value]
+    reading.settings["schedule.offset"] = -1
     if value == "WarmupCosineLR":
-        reading.found["schedule.decay_offset"] = 1
+        reading.settings["schedule.decay_offset"] = 1
     return TRANSLATED, f"scheduler is tensorshard.trainer.schedulers.warmup_decay, shape={shapes[value]}"
 
 
@@ -123,7 +123,7 @@ def _steps(name: str) -> Rule:
 
 
 def _peak(reading: Reading, value: Any) -> Outcome:
-    reading.found["optimizer.lr"] = value
+    reading.settings["optimizer.lr"] = value
     return TRANSLATED, f"optimizer.lr={value}, which the schedule rises to"
 
 
@@ -131,23 +131,23 @@ def _mics(reading: Reading, value: int) -> Outcome:
     if value < 1:
         return NOT_NEEDED, "states are sharded over all data ranks"
     if reading.world_size is None:
-        reading.found["train.plan.dp_shard"], reading.found["train.plan.dp_replicate"] = value, -1
+        reading.settings["train.plan.dp_shard"], reading.settings["train.plan.dp_replicate"] = value, -1
     elif reading.world_size % value:
         return REFUSED, f"{reading.world_size} processes do not divide into groups of {value}"
     else:
-        reading.found["train.plan.dp_shard"] = value
-        reading.found["train.plan.dp_replicate"] = reading.world_size // value
+        reading.settings["train.plan.dp_shard"] = value
+        reading.settings["train.plan.dp_replicate"] = reading.world_size // value
     return TRANSLATED, f"train.plan.dp_shard={value}, and dp_replicate takes the rest of the processes"
 
 
 def _autotp(reading: Reading, value: int) -> Outcome:
-    reading.found["train.plan.tp"] = max(1, value)
+    reading.settings["train.plan.tp"] = max(1, value)
     return TRANSLATED, f"train.plan.tp={max(1, value)}; the layers to split are found"
 
 
 def _sum_type(reading: Reading, value: str) -> Outcome:
     kind = {"fp32": None, "bf16": "bf16", "fp16": "fp16"}[value]
-    reading.found["train.plan.reduce_dtype"] = kind
+    reading.settings["train.plan.reduce_dtype"] = kind
     return TRANSLATED, f"train.plan.reduce_dtype={kind}"
 
 
@@ -357,28 +357,29 @@ def read(reading: Reading, prefix: str = "") -> None:
     follow(ALL, reading, PROGRAM, prefix)
     reading.imply("zero_optimization.stage", "train.plan.zero", 0)
     reading.imply("gradient_clipping", "train.plan.clip_grad_norm", None, "no clipping is their default")
-    if "optimizer._target_" in reading.found:
-        of_torch = reading.get("optimizer.params.torch_adam") and reading.found["optimizer._target_"].endswith("AdamW")
+    if "optimizer._target_" in reading.settings:
+        is_adamw = reading.settings["optimizer._target_"].endswith("AdamW")
+        of_torch = reading.get("optimizer.params.torch_adam") and is_adamw
         imply_optimizer(reading, 1e-3, decay=0.01 if of_torch else 0.0)  # DeepSpeed's own Adams decay nothing
-    if "schedule.shape" in reading.found:
+    if "schedule.shape" in reading.settings:
         reading.imply("scheduler.params.warmup_num_steps", "schedule.warmup", 1000)
         reading.imply("scheduler.params.warmup_type", "schedule.warmup_shape", "log")
-        reading.found["schedule.warmup"] = max(2, reading.found["schedule.warmup"])
+        reading.settings["schedule.warmup"] = max(2, reading.settings["schedule.warmup"])
         if reading.get("scheduler.type") == "WarmupDecayLR":
-            reading.found["schedule.min_lr"] = reading.found.get("schedule.start_lr", 0.0)
+            reading.settings["schedule.min_lr"] = reading.settings.get("schedule.start_lr", 0.0)
         if reading.get("scheduler.type") == "WarmupCosineLR":
             reading.imply("scheduler.params.cos_min_ratio", "schedule.min_ratio", 1e-4)
         if reading.get("scheduler.type") == "WarmupDecayLR" and "scheduler.params.warmup_max_lr" not in reading.values:
-            reading.found["optimizer.lr"] = 1e-3
+            reading.settings["optimizer.lr"] = 1e-3
             reading.add("scheduler.params.warmup_max_lr", "(implied)", TRANSLATED, "optimizer.lr=0.001 (their default)")
-    if not any(key.startswith("batch.") for key in reading.found):
+    if not any(key.startswith("batch.") for key in reading.settings):
         reading.imply("train_micro_batch_size_per_gpu", "batch.micro", 1, "DeepSpeed needs a batch size; set one")
 
 
 def imply_optimizer(reading: Reading, rate: float, decay: float = 0.0) -> None:
     """Writes the defaults of an Adam out."""
     reading.imply("optimizer.lr", "optimizer.lr", rate)
-    if "Adam" in reading.found["optimizer._target_"]:
+    if "Adam" in reading.settings["optimizer._target_"]:
         reading.imply("optimizer.betas", "optimizer.betas", [0.9, 0.999])
         reading.imply("optimizer.eps", "optimizer.eps", 1e-8)
     reading.imply("optimizer.weight_decay", "optimizer.weight_decay", decay)

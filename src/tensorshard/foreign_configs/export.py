@@ -142,11 +142,11 @@ def _torchtitan(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
         training["max_norm"] = plan["clip_grad_norm"]
     if isinstance(settings.get("train.steps"), int):
         training["steps"] = settings["train.steps"]
-    whole, ranks = settings.get("train.global_batch_size"), plan["dp_shard"] * plan["dp_replicate"]
-    if isinstance(whole, int) and ranks > 0 and whole % (ranks * plan["micro_batches"]) == 0:
-        training["global_batch_size"] = whole
-        training["local_batch_size"] = whole // ranks // (plan["micro_batches"] if plan["pp"] == 1 else 1)
-    elif isinstance(whole, int) or plan["micro_batches"] > 1:
+    global_batch, ranks = settings.get("train.global_batch_size"), plan["dp_shard"] * plan["dp_replicate"]
+    if isinstance(global_batch, int) and ranks > 0 and global_batch % (ranks * plan["micro_batches"]) == 0:
+        training["global_batch_size"] = global_batch
+        training["local_batch_size"] = global_batch // ranks // (plan["micro_batches"] if plan["pp"] == 1 else 1)
+    elif isinstance(global_batch, int) or plan["micro_batches"] > 1:
         raise ValueError(
             f"torchtitan takes samples a rank in place of micro_batches={plan['micro_batches']}: set dp_shard and "
             f"dp_replicate, and export the YAML of a run, whose train.global_batch_size they and micro_batches divide"

@@ -66,7 +66,7 @@ class Reading:
 
     Attributes:
         values: the file's leaves.
-        found: dotted keys of our config and their values.
+        settings: dotted keys of our config and their values.
         entries: the ledger.
         world_size: for how many processes, if that is known.
         around: what the program that fills "auto" in was told, by keys of ours.
@@ -74,7 +74,7 @@ class Reading:
 
     values: dict[str, Any]
     world_size: int | None = None
-    found: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     around: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,8 +96,8 @@ class Reading:
 
     def imply(self, key: str, target: str, value: Any, why: str = "their default") -> None:
         """Sets `target` as their default does, and says so, unless the file has set it."""
-        if target not in self.found:
-            self.found[target] = value
+        if target not in self.settings:
+            self.settings[target] = value
             self.add(key, IMPLIED, TRANSLATED, f"{_ours(target)}={value} ({why})")
 
 
@@ -105,8 +105,8 @@ def to(target: str, kind: Any, convert: Callable[[Any], Any] = lambda value: val
     """A key that sets `target` of ours, to ``convert(value)``."""
 
     def act(reading: Reading, value: Any) -> Outcome:
-        reading.found[target] = convert(value)
-        return TRANSLATED, f"{_ours(target)}={reading.found[target]}"
+        reading.settings[target] = convert(value)
+        return TRANSLATED, f"{_ours(target)}={reading.settings[target]}"
 
     return Rule(kind, act, auto, target)
 
@@ -232,9 +232,9 @@ def _unknown(table: Table, key: str, value: Any, program: str) -> str:
     if within:
         return f"{_shown(value)} was given, but {key} is a group of keys; set {', '.join(within[:3])}"
     last = _plain(key.rpartition(".")[2])
-    whole = {_plain(pattern): pattern for pattern in known}
-    if _plain(key) in whole:
-        return f"nobody knows this key; {program} writes it {whole[_plain(key)]!r}"
+    spellings = {_plain(pattern): pattern for pattern in known}
+    if _plain(key) in spellings:
+        return f"nobody knows this key; {program} writes it {spellings[_plain(key)]!r}"
     first = key.partition(".")[0]
     groups = [pattern for pattern in known if f".{first}." in f".{pattern}." and not pattern.startswith(first)]
     for near in (pattern for pattern in known if _plain(pattern.rpartition(".")[2]) == last):
@@ -243,12 +243,12 @@ def _unknown(table: Table, key: str, value: Any, program: str) -> str:
     ends = [pattern for pattern in groups if f".{pattern}".endswith(f".{key}")] or groups
     if ends:
         return f"the key is at the wrong place: here it does nothing in {program} either; move it to {ends[0]!r}"
-    near_words = difflib.get_close_matches(_plain(key), whole, n=1, cutoff=0.6)
+    near_words = difflib.get_close_matches(_plain(key), spellings, n=1, cutoff=0.6)
     lasts = {_plain(pattern.rpartition(".")[2]): pattern for pattern in known}
     near_words = near_words or difflib.get_close_matches(last, lasts, n=1, cutoff=0.75)
-    near_words = near_words or difflib.get_close_matches(_plain(key), whole, n=1, cutoff=0)
-    found = whole.get(near_words[0]) or lasts[near_words[0]] if near_words else None
-    return f"{program} knows no such key" + (f"; the nearest is {found!r}" if found else "")
+    near_words = near_words or difflib.get_close_matches(_plain(key), spellings, n=1, cutoff=0)
+    nearest = spellings.get(near_words[0]) or lasts[near_words[0]] if near_words else None
+    return f"{program} knows no such key" + (f"; the nearest is {nearest!r}" if nearest else "")
 
 
 def _plain(key: str) -> str:

@@ -48,23 +48,23 @@ def _virtual(reading: Reading, value: int) -> Outcome:
         return NOT_NEEDED, "there is no pipeline"
     if not layers or layers % (stages * value):
         return REFUSED, f"{layers or 'unknown'} layers do not divide into {stages} ranks of stages of {value}"
-    reading.found["train.plan.pp_schedule"] = "interleaved_1f1b"
-    reading.found["train.plan.pp_stages_per_rank"] = layers // stages // value
+    reading.settings["train.plan.pp_schedule"] = "interleaved_1f1b"
+    reading.settings["train.plan.pp_stages_per_rank"] = layers // stages // value
     return TRANSLATED, f"train.plan.pp_schedule=interleaved_1f1b, pp_stages_per_rank={layers // stages // value}"
 
 
 def _virtual_size(reading: Reading, value: int) -> Outcome:
     if value == 1 or reading.number("pipeline_model_parallel_size", 1) <= 1:
         return NOT_NEEDED, "stages are not interleaved"
-    reading.found["train.plan.pp_schedule"] = "interleaved_1f1b"
-    reading.found["train.plan.pp_stages_per_rank"] = value
+    reading.settings["train.plan.pp_schedule"] = "interleaved_1f1b"
+    reading.settings["train.plan.pp_stages_per_rank"] = value
     return TRANSLATED, f"train.plan.pp_schedule=interleaved_1f1b, pp_stages_per_rank={value}"
 
 
 def _decay_style(reading: Reading, value: str) -> Outcome:
     if value in ("inverse-square-root", "WSD"):
         return REFUSED, f"{value} is not there; use linear, cosine or constant, or a Python config"
-    reading.found["schedule.shape"] = value
+    reading.settings["schedule.shape"] = value
     return TRANSLATED, f"scheduler.shape={value}"
 
 
@@ -73,21 +73,21 @@ def _samples(target: str) -> Rule:
         size = reading.number("global_batch_size", 0)
         if not size:
             return REFUSED, "samples become steps by --global-batch-size, which is not given; set it, as KEY=VALUE"
-        reading.found[target] = max(1, int(value // size)) if value else 0
-        return TRANSLATED, f"{target}={reading.found[target]} ({value} samples / {size:.0f} a step)"
+        reading.settings[target] = max(1, int(value // size)) if value else 0
+        return TRANSLATED, f"{target}={reading.settings[target]} ({value} samples / {size:.0f} a step)"
 
     return Rule(int, act)
 
 
 def _sharding(reading: Reading, value: str) -> Outcome:
     level = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}[value]
-    reading.found["train.plan.zero"] = level
+    reading.settings["train.plan.zero"] = level
     return TRANSLATED, f"train.plan.zero={level}"
 
 
 def _optimizer(reading: Reading, value: str) -> Outcome:
-    reading.found["optimizer._target_"] = {"adam": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}[value]
-    return TRANSLATED, f"optimizer is {reading.found['optimizer._target_']}"
+    reading.settings["optimizer._target_"] = {"adam": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}[value]
+    return TRANSLATED, f"optimizer is {reading.settings['optimizer._target_']}"
 
 
 _RAN_ONLY = "parameters in layers' own kernels; PyTorch's, or the model's, are used here"
@@ -262,7 +262,7 @@ def read(reading: Reading) -> None:
 
 def imply(reading: Reading) -> None:
     """Writes Megatron's defaults out."""
-    found = reading.found
+    settings = reading.settings
     if "data_parallel_sharding_strategy" in reading.values and not _on(reading.values.get("use_megatron_fsdp")):
         reading.add("use_megatron_fsdp", "(implied)", DIFFERENT, "the sharding strategy is followed without this flag")
     reading.imply("use_distributed_optimizer", "train.plan.zero", 0)
@@ -277,11 +277,11 @@ def imply(reading: Reading) -> None:
         "Megatron decays matrices alone; here all, unless the config's optimizer has groups",
     )
     reading.imply("lr_decay_style", "schedule.shape", "linear")
-    found.setdefault("optimizer.lr", "???")
-    if found["optimizer.lr"] == "???":
+    settings.setdefault("optimizer.lr", "???")
+    if settings["optimizer.lr"] == "???":
         reading.add("lr", "(implied)", DIFFERENT, "there is no rate; set optimizer.lr")
-        found.pop("schedule.min_lr", None)
-        found.pop("schedule.start_lr", None)
+        settings.pop("schedule.min_lr", None)
+        settings.pop("schedule.start_lr", None)
 
 
 _ASSIGN = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)$")
@@ -379,22 +379,22 @@ def pairs(words: Any) -> dict[str, Any]:
     An option of the launcher has one value: what follows is the program. What the shell redirects, pipes or runs next
     belongs to no option.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if words and isinstance(words[0], list | tuple):
         for name, value in words:
-            found[_name(str(name))] = value
-        return found
+            options[_name(str(name))] = value
+        return options
     name = None
     for word in map(str, words):
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word.partition("=")
             name = _name(name)
-            found[name] = value if equals else ""
+            options[name] = value if equals else ""
         elif _SHELL.match(word):
             name = None
-        elif name is not None and word != "\\" and ("$" in word or not _ends_launcher(name, found[name], word)):
-            found[name] = f"{found[name]} {word}".strip()
-    return found
+        elif name is not None and word != "\\" and ("$" in word or not _ends_launcher(name, options[name], word)):
+            options[name] = f"{options[name]} {word}".strip()
+    return options
 
 
 _SHELL = re.compile(r"(\d*|&)>|(<|\||\|\||&|&&|;)$")

@@ -32,7 +32,7 @@ def _class(names: dict[str, str]) -> Rule:
         name = names.get(value.rpartition(".")[2].lower())
         if name is None:
             return REFUSED, f"{value} is not known here; use AdamW, or a class of your own in a Python config"
-        reading.found["optimizer._target_"] = f"torch.optim.{name}"
+        reading.settings["optimizer._target_"] = f"torch.optim.{name}"
         return TRANSLATED, f"optimizer is torch.optim.{name}"
 
     return Rule(str, act)
@@ -42,7 +42,7 @@ def _shape(names: dict[str, str]) -> Rule:
     def act(reading: Reading, value: str) -> Outcome:
         if value not in names:
             return REFUSED, f"{value} is not there; use {', '.join(names)}, or a schedule in a Python config"
-        reading.found["schedule.shape"] = names[value]
+        reading.settings["schedule.shape"] = names[value]
         return TRANSLATED, f"scheduler.shape={names[value]}"
 
     return Rule(str, act)
@@ -60,30 +60,30 @@ def _paddle_precision(group: str) -> Rule:
             or reading.get(f"{group}.mix_precision.fp16_dtype") == "bfloat16"
             else "fp16"
         )
-        reading.found["train.plan.precision"] = kind if value else "fp32"
-        return TRANSLATED, f"train.plan.precision={reading.found['train.plan.precision']}"
+        reading.settings["train.plan.precision"] = kind if value else "fp32"
+        return TRANSLATED, f"train.plan.precision={reading.settings['train.plan.precision']}"
 
     return Rule(bool, act)  # fmt: skip
 
 
 def _paddle_stage(reading: Reading, value: int) -> Outcome:
     degree = reading.number("Distributed.sharding.sharding_degree", 1)
-    reading.found["train.plan.zero"] = value if degree > 1 else 0
+    reading.settings["train.plan.zero"] = value if degree > 1 else 0
     note = "" if degree > 1 else f": stage {value} over a sharding_degree of 1 shards nothing"
-    return TRANSLATED, f"train.plan.zero={reading.found['train.plan.zero']}{note}"
+    return TRANSLATED, f"train.plan.zero={reading.settings['train.plan.zero']}{note}"
 
 
 def _paddle_dp(reading: Reading, value: int) -> Outcome:
     if reading.number("Distributed.sharding.sharding_degree", 1) > 1:
-        reading.found["train.plan.dp_replicate"] = value
+        reading.settings["train.plan.dp_replicate"] = value
         return TRANSLATED, f"train.plan.dp_replicate={value}"
-    reading.found["train.plan.dp_shard"] = value
-    reading.found.setdefault("train.plan.zero", 0)
+    reading.settings["train.plan.dp_shard"] = value
+    reading.settings.setdefault("train.plan.zero", 0)
     return TRANSLATED, f"train.plan.dp_shard={value}"
 
 
 def _decay_steps(reading: Reading, value: float) -> Outcome:
-    reading.found["schedule.total"] = int(value)
+    reading.settings["schedule.total"] = int(value)
     return TRANSLATED, f"scheduler.total_steps={int(value)}"
 
 
@@ -165,9 +165,9 @@ def _strategy(reading: Reading, value: Any) -> Outcome:
               "deepspeed_stage_3": 3, "deepspeed_stage_2_offload": 2, "deepspeed_stage_3_offload": 3}  # fmt: skip
     if name not in levels:
         return REFUSED, f"the strategy {name} is not known here; set train.plan yourself"
-    reading.found["train.plan.zero"] = levels[name]
+    reading.settings["train.plan.zero"] = levels[name]
     if name.endswith("offload"):
-        reading.found["train.plan.offload"] = "cpu"
+        reading.settings["train.plan.offload"] = "cpu"
     return TRANSLATED, f"train.plan.zero={levels[name]}"
 
 
@@ -176,7 +176,7 @@ def _precision(reading: Reading, value: Any) -> Outcome:
     kinds = {"32": "fp32", "32-true": "fp32", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}
     if name not in kinds:
         return REFUSED, f"{name} is not there: masters are always fp32; use bf16-mixed, 16-mixed or 32"
-    reading.found["train.plan.precision"] = kinds[name]
+    reading.settings["train.plan.precision"] = kinds[name]
     return TRANSLATED, f"train.plan.precision={kinds[name]}"
 
 
@@ -188,7 +188,7 @@ def _limit(target: str) -> Rule:
             return NOT_NEEDED, "it sets no limit"
         if isinstance(value, float):
             return "different", f"{value} of an epoch: set {target} in steps"
-        reading.found[target] = value
+        reading.settings[target] = value
         return TRANSLATED, f"{target}={value}"
 
     return Rule(None, act)
@@ -382,16 +382,16 @@ LIBAI: Table = {
 def read(reading: Reading, table: Table, program: str) -> None:
     """Follows the table of one of these programs, and writes out what they imply."""
     follow(table, reading, program)
-    found = reading.found
+    settings = reading.settings
     reading.imply("precision", "train.plan.precision", "fp32")
     reading.imply("zero or sharding", "train.plan.zero", 0, "whole replicas are their default")
     reading.imply("clipping", "train.plan.clip_grad_norm", None, "none is their default")
-    if "schedule.shape" not in found:
+    if "schedule.shape" not in settings:
         reading.imply("schedule", "schedule.shape", "constant", "no schedule is their default")
-    if "optimizer.lr" in found:
+    if "optimizer.lr" in settings:
         reading.imply("optimizer", "optimizer._target_", "torch.optim.AdamW")
-    if "train.steps" not in found:
-        found["train.steps"] = "???"
+    if "train.steps" not in settings:
+        settings["train.steps"] = "???"
 
 
 REFUSED_PROGRAMS = {

@@ -139,15 +139,15 @@ def finish(reading: Reading, source: str) -> Ledger:
     """Settles what several keys say together, the batch sizes and the schedule, and closes the ledger."""
     _settle_batches(reading)
     _settle_schedule(reading)
-    settings = {key: value for key, value in reading.found.items() if not key.startswith(("batch.", "schedule."))}
+    settings = {key: value for key, value in reading.settings.items() if not key.startswith(("batch.", "schedule."))}
     return Ledger(source, tuple(reading.entries), settings, reading.world_size)
 
 
 def _settle_batches(reading: Reading) -> None:
     """Writes out samples a step and micro-batches; of samples a rank, micro-batches and samples a step, two suffice."""
-    found = reading.found
-    micro, parts, whole = (found.get(f"batch.{name}") for name in ("micro", "accumulate", "global"))
-    given = [number for number in (micro, parts, whole) if number is not None]
+    settings = reading.settings
+    micro, parts, global_batch = (settings.get(f"batch.{name}") for name in ("micro", "accumulate", "global"))
+    given = [number for number in (micro, parts, global_batch) if number is not None]
     if any(number < 1 for number in given):
         reading.add("batch sizes", IMPLIED, REFUSED, f"sizes of at least 1 are needed, and {min(given)} was given")
         return
@@ -155,10 +155,10 @@ def _settle_batches(reading: Reading) -> None:
         return
     other = 1
     for axis in ("tp", "pp", "cp"):
-        other *= max(1, found.get(f"{_PLAN}{axis}", 1))
+        other *= max(1, settings.get(f"{_PLAN}{axis}", 1))
     ranks = reading.world_size // other if reading.world_size else None
-    if ranks is None and micro and parts and whole:
-        ranks = max(1, whole // (micro * parts))
+    if ranks is None and micro and parts and global_batch:
+        ranks = max(1, global_batch // (micro * parts))
         reading.add(
             "data ranks", IMPLIED, TRANSLATED, f"{ranks}, from samples a step / (samples a rank x accumulation)"
         )
@@ -166,61 +166,61 @@ def _settle_batches(reading: Reading) -> None:
         ranks = 1
         reading.add("data ranks", IMPLIED, DIFFERENT, "1, since the file does not say how many; --world-size N sets it")
     ranks = max(1, ranks)
-    parts = parts or (max(1, whole // (micro * ranks)) if whole and micro else 1)
-    micro = micro or (max(1, whole // (parts * ranks)) if whole else 1)
-    whole = whole or micro * parts * ranks
-    if whole != micro * parts * ranks:
+    parts = parts or (max(1, global_batch // (micro * ranks)) if global_batch and micro else 1)
+    micro = micro or (max(1, global_batch // (parts * ranks)) if global_batch else 1)
+    global_batch = global_batch or micro * parts * ranks
+    if global_batch != micro * parts * ranks:
         reading.add(
             "batch sizes",
             IMPLIED,
             REFUSED,
-            f"{whole} samples a step are not {micro} samples a rank x {parts} micro-batches x {ranks} data ranks; "
+            f"{global_batch} samples a step are not {micro} samples a rank x {parts} micro-batches x {ranks} data ranks; "
             f"change one of them, or --world-size",
         )
         return
-    found["train.global_batch_size"], found[f"{_PLAN}micro_batches"] = whole, parts
+    settings["train.global_batch_size"], settings[f"{_PLAN}micro_batches"] = global_batch, parts
     reading.add(
         "batch sizes",
         IMPLIED,
         TRANSLATED,
-        f"train.global_batch_size={whole}, train.plan.micro_batches={parts} ({micro} samples a rank x {parts} x {ranks} "
+        f"train.global_batch_size={global_batch}, train.plan.micro_batches={parts} ({micro} samples a rank x {parts} x {ranks} "
         f"data ranks)",
     )
 
 
 def _settle_schedule(reading: Reading) -> None:
-    found = reading.found
-    shape = found.get("schedule.shape")
+    settings = reading.settings
+    shape = settings.get("schedule.shape")
     if shape is None:
         return
-    rate, total = found.get("optimizer.lr"), found.get("schedule.total", found.get("train.steps"))
-    warmup = found.get("schedule.warmup")
-    ratio = found.get("schedule.warmup_ratio")
+    rate, total = settings.get("optimizer.lr"), settings.get("schedule.total", settings.get("train.steps"))
+    warmup = settings.get("schedule.warmup")
+    ratio = settings.get("schedule.warmup_ratio")
     steps = total if isinstance(total, int) else None
     if warmup is None and ratio:
         warmup = round(ratio * steps) if steps else "???"
     values = {
         "shape": shape,
         "warmup_steps": warmup or 0,
-        "total_steps": "${train.steps}" if steps is None or steps == found.get("train.steps") else steps,
-        "warmup_shape": found.get("schedule.warmup_shape", "linear"),
-        "start_ratio": _as_ratio(found, "start", rate),
-        "min_ratio": _as_ratio(found, "min", rate),
-        "offset": found.get("schedule.offset", 0),
-        "decay_offset": found.get("schedule.decay_offset", 0),
+        "total_steps": "${train.steps}" if steps is None or steps == settings.get("train.steps") else steps,
+        "warmup_shape": settings.get("schedule.warmup_shape", "linear"),
+        "start_ratio": _as_ratio(settings, "start", rate),
+        "min_ratio": _as_ratio(settings, "min", rate),
+        "offset": settings.get("schedule.offset", 0),
+        "decay_offset": settings.get("schedule.decay_offset", 0),
     }
-    if found.get("schedule.decay_ratio") is not None:
-        values["decay_ratio"] = found["schedule.decay_ratio"]
-    found.update({f"scheduler.{name}": value for name, value in values.items()})
+    if settings.get("schedule.decay_ratio") is not None:
+        values["decay_ratio"] = settings["schedule.decay_ratio"]
+    settings.update({f"scheduler.{name}": value for name, value in values.items()})
     reading.add("learning rate", IMPLIED, TRANSLATED, "scheduler=" + ", ".join(f"{k}={v}" for k, v in values.items()))
-    if "train.steps" not in found and steps is not None:
-        found["train.steps"] = steps
+    if "train.steps" not in settings and steps is not None:
+        settings["train.steps"] = steps
 
 
-def _as_ratio(found: dict[str, Any], name: str, rate: float | None) -> float:
-    if found.get(f"schedule.{name}_lr") is not None and rate:
-        return float(found[f"schedule.{name}_lr"]) / rate
-    return float(found.get(f"schedule.{name}_ratio", 0.0))
+def _as_ratio(settings: dict[str, Any], name: str, rate: float | None) -> float:
+    if settings.get(f"schedule.{name}_lr") is not None and rate:
+        return float(settings[f"schedule.{name}_lr"]) / rate
+    return float(settings.get(f"schedule.{name}_ratio", 0.0))
 
 
 def guess(values: Mapping[str, Any]) -> str | None:
@@ -350,16 +350,16 @@ def _parsed(path: Path, text: str, given: dict[str, Any]) -> Any:
         raise ValueError(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from error
     variables = {key: str(given.pop(key)) for key in list(given) if re.search(rf"\b{re.escape(key)}\b", text) and
                  re.search(rf"\$\{{?{re.escape(key)}\b", text)}  # fmt: skip
-    found = megatron.arguments(text, variables)
-    if not found and path.suffix == ".py":
+    arguments = megatron.arguments(text, variables)
+    if not arguments and path.suffix == ".py":
         raise ValueError(
             f"{path} is Python, which is not run, and it has no arguments of a launch; give the config as YAML: LiBai "
             f"writes config.yaml into its train.output_dir"
         )
-    return found
+    return arguments
 
 
-def _found(name: Any, beside: Path) -> Path | None:
+def _find_file(name: Any, beside: Path) -> Path | None:
     """The file that `name` means, seen from the config `beside`, the folders above it, or here."""
     if not isinstance(name, str) or not name:
         return None
@@ -370,7 +370,7 @@ def _found(name: Any, beside: Path) -> Path | None:
 
 
 def _with_bases(config: Mapping[str, Any], path: Path, depth: int = 0) -> dict[str, Any]:
-    base = _found(config.get("_base_"), path)
+    base = _find_file(config.get("_base_"), path)
     if base is None or depth > 8:
         return dict(config)
     below = _parsed(base, read_utf8(base), {})
@@ -393,7 +393,7 @@ def _with_pointed(config: dict[str, Any], path: Path) -> dict[str, Any]:
         group: Any = config
         for name in names[:-1]:
             group = group.get(name) if isinstance(group, Mapping) else None
-        pointed = _found(group.get(names[-1]), path) if isinstance(group, Mapping) else None
+        pointed = _find_file(group.get(names[-1]), path) if isinstance(group, Mapping) else None
         if pointed is not None and isinstance(inner := _parsed(pointed, read_utf8(pointed), {}), Mapping):
             if len(names) == 2 and names[0] != "deepspeed_config":
                 config = {**config, "deepspeed": inner, names[0]: {**group, names[-1]: None}}

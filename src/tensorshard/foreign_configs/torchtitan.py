@@ -43,31 +43,31 @@ def _degree(axis: str) -> Rule:
 def _schedule(reading: Reading, value: str) -> Outcome:
     if reading.number("parallelism.pipeline_parallel_degree", 1) <= 1:
         return "not needed", "there is no pipeline"
-    reading.found["train.plan.pp_schedule"] = _SCHEDULES[value]
+    reading.settings["train.plan.pp_schedule"] = _SCHEDULES[value]
     return TRANSLATED, f"train.plan.pp_schedule={_SCHEDULES[value]}"
 
 
 def _compile(reading: Reading, value: bool) -> Outcome:
     parts = reading.get("compile.components", ["model", "loss"])
-    reading.found["train.plan.compile"] = value and "model" in parts
-    return TRANSLATED, f"train.plan.compile={reading.found['train.plan.compile']}"
+    reading.settings["train.plan.compile"] = value and "model" in parts
+    return TRANSLATED, f"train.plan.compile={reading.settings['train.plan.compile']}"
 
 
 def _optimizer(reading: Reading, value: str) -> Outcome:
-    reading.found["optimizer._target_"] = f"torch.optim.{value}"
+    reading.settings["optimizer._target_"] = f"torch.optim.{value}"
     return TRANSLATED, f"optimizer is torch.optim.{value}"
 
 
 def _decay(reading: Reading, value: str) -> Outcome:
-    reading.found["schedule.shape"] = value
+    reading.settings["schedule.shape"] = value
     return TRANSLATED, f"scheduler.shape={value}"
 
 
 def _betas(index: int) -> Rule:
     def act(reading: Reading, value: float) -> Outcome:
-        betas = list(reading.found.get("optimizer.betas", (0.9, 0.95)))
+        betas = list(reading.settings.get("optimizer.betas", (0.9, 0.95)))
         betas[index] = value
-        reading.found["optimizer.betas"] = betas
+        reading.settings["optimizer.betas"] = betas
         return TRANSLATED, f"optimizer.betas={betas}"
 
     return Rule(float, act)
@@ -77,17 +77,17 @@ def _dtype(name: str, fits: tuple[str, ...]) -> Rule:
     def act(reading: Reading, value: str) -> Outcome:
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
         if name == "param":
-            reading.found["train.plan.precision"] = short
+            reading.settings["train.plan.precision"] = short
             return TRANSLATED, f"train.plan.precision={short}"
-        reading.found["train.plan.reduce_dtype"] = None if short == "fp32" else short
-        return TRANSLATED, f"train.plan.reduce_dtype={reading.found['train.plan.reduce_dtype']}"
+        reading.settings["train.plan.reduce_dtype"] = None if short == "fp32" else short
+        return TRANSLATED, f"train.plan.reduce_dtype={reading.settings['train.plan.reduce_dtype']}"
 
     return Rule(fits, act)
 
 
 def _reshard(reading: Reading, value: str) -> Outcome:
     level = 2 if value == "never" else 3
-    reading.found["train.plan.zero"] = level
+    reading.settings["train.plan.zero"] = level
     return TRANSLATED, f"train.plan.zero={level}"
 
 
@@ -217,18 +217,18 @@ TABLE: Table = {
 def read(reading: Reading) -> None:
     """Follows torchtitan's table, and writes its defaults out."""
     follow(TABLE, reading, "torchtitan")
-    found: dict[str, Any] = reading.found
-    if found.get("batch.global") is None:
-        found.pop("batch.global", None)
+    settings: dict[str, Any] = reading.settings
+    if settings.get("batch.global") is None:
+        settings.pop("batch.global", None)
     reading.imply("training.mixed_precision_param", "train.plan.precision", "bf16")
     reading.imply("training.max_norm", "train.plan.clip_grad_norm", 1.0)
     reading.imply("parallelism.data_parallel_shard_degree", "train.plan.dp_shard", -1)
     reading.imply("parallelism.fsdp_reshard_after_forward", "train.plan.zero", 3)
-    if found["train.plan.dp_shard"] == 1 and found.get("train.plan.dp_replicate", 1) > 1:
-        found["train.plan.zero"] = 0
-    if found.get("train.plan.tp", 1) > 1:
+    if settings["train.plan.dp_shard"] == 1 and settings.get("train.plan.dp_replicate", 1) > 1:
+        settings["train.plan.zero"] = 0
+    if settings.get("train.plan.tp", 1) > 1:
         reading.imply("parallelism.tensor_parallel_degree", "train.plan.sequence_parallel", True, "as theirs always is")
-    if found.get("train.plan.pp", 1) > 1:
+    if settings.get("train.plan.pp", 1) > 1:
         reading.imply("parallelism.pipeline_parallel_schedule", "train.plan.pp_schedule", "1f1b")
     reading.imply("activation_checkpoint.mode", "train.plan.recompute", "selective")
     reading.imply("training.local_batch_size", "batch.micro", 8)
@@ -239,4 +239,4 @@ def read(reading: Reading) -> None:
         reading.imply(f"optimizer.{name}", f"optimizer.{name}", value)
     reading.imply("lr_scheduler.warmup_steps", "schedule.warmup", 200)
     reading.imply("lr_scheduler.decay_type", "schedule.shape", "linear")
-    found["schedule.offset"] = 1
+    settings["schedule.offset"] = 1

@@ -31,11 +31,11 @@ _EPOCHS = "a run counts steps: set train.steps to epochs x samples / samples a s
 
 def _optimizer(reading: Reading, value: str) -> Outcome:
     if value in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused"):
-        reading.found["optimizer._target_"] = "torch.optim.AdamW"
+        reading.settings["optimizer._target_"] = "torch.optim.AdamW"
         return TRANSLATED, "optimizer is torch.optim.AdamW, fused where it can be"
     if value in ("sgd", "adagrad", "rmsprop"):
         name = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}[value]
-        reading.found["optimizer._target_"] = f"torch.optim.{name}"
+        reading.settings["optimizer._target_"] = f"torch.optim.{name}"
         return TRANSLATED, f"optimizer is torch.optim.{name}"
     return REFUSED, f"{value} is not in torch; adamw_torch_fused with train.plan.zero or offload saves memory exactly"
 
@@ -44,7 +44,7 @@ def _schedule(reading: Reading, value: str) -> Outcome:
     shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
     if value not in shapes:
         return REFUSED, f"{value} is not there; use {', '.join(shapes)}, or a schedule in a Python config"
-    reading.found["schedule.shape"] = shapes[value]
+    reading.settings["schedule.shape"] = shapes[value]
     return TRANSLATED, f"scheduler.shape={shapes[value]}"
 
 
@@ -54,7 +54,7 @@ def _half(name: str) -> Rule:
             return NOT_NEEDED, f"{name} is off"
         if value == "full":
             return REFUSED, "weights of 16 bits without fp32 masters are not there; true keeps masters"
-        reading.found["train.plan.precision"] = name
+        reading.settings["train.plan.precision"] = name
         note = " (auto: bf16 where the device has it, as every supported one has)" if value == "auto" else ""
         return TRANSLATED, f"train.plan.precision={name}{note}"
 
@@ -63,9 +63,9 @@ def _half(name: str) -> Rule:
 
 def _recompute(reading: Reading, value: Any) -> Outcome:
     if value == "offload":
-        reading.found["train.plan.offload"] = {"activations": "cpu"}
-    reading.found["train.plan.recompute"] = "full" if value else "none"
-    return TRANSLATED, f"train.plan.recompute={reading.found['train.plan.recompute']}"
+        reading.settings["train.plan.offload"] = {"activations": "cpu"}
+    reading.settings["train.plan.recompute"] = "full" if value else "none"
+    return TRANSLATED, f"train.plan.recompute={reading.settings['train.plan.recompute']}"
 
 
 def _fsdp(reading: Reading, value: Any) -> Outcome:
@@ -75,10 +75,10 @@ def _fsdp(reading: Reading, value: Any) -> Outcome:
         return REFUSED, f"{', '.join(sorted(unknown))} is no word of FSDP; full_shard, shard_grad_op and auto_wrap are"
     if not words:
         return NOT_NEEDED, "it is empty"
-    reading.found["train.plan.zero"] = 2 if "shard_grad_op" in words else 0 if "no_shard" in words else 3
+    reading.settings["train.plan.zero"] = 2 if "shard_grad_op" in words else 0 if "no_shard" in words else 3
     if "offload" in words:
-        reading.found["train.plan.offload"] = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
-    return TRANSLATED, f"train.plan.zero={reading.found['train.plan.zero']}"
+        reading.settings["train.plan.offload"] = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
+    return TRANSLATED, f"train.plan.zero={reading.settings['train.plan.zero']}"
 
 
 def _deepspeed(reading: Reading, value: Any) -> Outcome:
@@ -87,9 +87,9 @@ def _deepspeed(reading: Reading, value: Any) -> Outcome:
 
 def _report(reading: Reading, value: Any) -> Outcome:
     names = [value] if isinstance(value, str) else list(value)
-    kept = [name for name in names if name in ("tensorboard", "wandb", "mlflow")]
-    reading.found["train.loggers"] = kept
-    return TRANSLATED, f"train.loggers={kept}"
+    loggers = [name for name in names if name in ("tensorboard", "wandb", "mlflow")]
+    reading.settings["train.loggers"] = loggers
+    return TRANSLATED, f"train.loggers={loggers}"
 
 
 def _steps(reading: Reading, value: float) -> Outcome:
@@ -97,27 +97,27 @@ def _steps(reading: Reading, value: float) -> Outcome:
         return NOT_NEEDED, "it is off"
     if value < 1:
         return DIFFERENT, "a part of the run: set train.save_every or eval_every in steps"
-    reading.found["train.save_every"] = int(value)
+    reading.settings["train.save_every"] = int(value)
     return TRANSLATED, f"train.save_every={int(value)}"
 
 
 def _warmup(reading: Reading, value: float) -> Outcome:
     name, number = ("warmup_ratio", value) if 0 < value < 1 else ("warmup", int(value))
-    reading.found[f"schedule.{name}"] = number
+    reading.settings[f"schedule.{name}"] = number
     return TRANSLATED, f"scheduler.warmup_steps={number if name == 'warmup' else f'{number} of train.steps'}"
 
 
 def _eval_steps(reading: Reading, value: float) -> Outcome:
     if value < 1:
         return DIFFERENT, "a part of the run: set train.eval_every in steps"
-    reading.found["train.eval_every"] = int(value)
+    reading.settings["train.eval_every"] = int(value)
     return TRANSLATED, f"train.eval_every={int(value)}"
 
 
 def _max_steps(reading: Reading, value: int) -> Outcome:
     if value <= 0:
         return NOT_NEEDED, "it is off, epochs count"
-    reading.found["train.steps"] = value
+    reading.settings["train.steps"] = value
     return TRANSLATED, f"train.steps={value}"
 
 
@@ -307,25 +307,25 @@ def read(reading: Reading, table: Table, program: str, shape: str) -> None:
     ours = {key[len(inner) :]: value for key, value in reading.values.items() if key.startswith(inner)}
     reading.values = {key: value for key, value in reading.values.items() if not key.startswith(inner)}
     follow(table, reading, program)
-    found = reading.found
+    settings = reading.settings
     micro = 8 if program == "LLaMA-Factory" else 1
     if ours:
-        apart = Reading(ours, reading.world_size, around={"batch.micro": micro, **found})
+        apart = Reading(ours, reading.world_size, around={"batch.micro": micro, **settings})
         deepspeed.read(apart)
         entries = {entry.key: replace(entry, key=inner + entry.key) for entry in apart.entries}
         for key, target in _TWICE.items():
-            if key in entries and target in found and apart.found[target] != found[target]:
-                text = f"the file around it says {found[target]}, and {program} refuses two values: write 'auto'"
+            if key in entries and target in settings and apart.settings[target] != settings[target]:
+                text = f"the file around it says {settings[target]}, and {program} refuses two values: write 'auto'"
                 entries[key] = replace(entries[key], verdict=REFUSED, text=text)
         reading.entries += entries.values()
-        found.update(
-            {key: value for key, value in apart.found.items() if key.startswith("train.plan") or key not in found}
+        settings.update(
+            {key: value for key, value in apart.settings.items() if key.startswith("train.plan") or key not in settings}
         )
     reading.imply("max_grad_norm", "train.plan.clip_grad_norm", 1.0)
     reading.imply("fsdp", "train.plan.zero", 0, "whole replicas, as DDP has them")
     reading.imply("bf16", "train.plan.precision", "fp32")
     reading.imply("optimizer", "optimizer._target_", "torch.optim.AdamW")
-    if not found["optimizer._target_"].endswith("SGD"):
+    if not settings["optimizer._target_"].endswith("SGD"):
         reading.imply("adam_beta1, adam_beta2", "optimizer.betas", [0.9, 0.999])
         reading.imply("adam_epsilon", "optimizer.eps", 1e-8)
     reading.imply("learning_rate", "optimizer.lr", 5e-5)
@@ -333,6 +333,6 @@ def read(reading: Reading, table: Table, program: str, shape: str) -> None:
     reading.imply("lr_scheduler", "schedule.shape", shape)
     reading.imply("batch size", "batch.micro", micro)
     reading.imply("gradient_accumulation_steps", "batch.accumulate", 1)
-    if "train.steps" not in found:
-        found["train.steps"] = "???"
+    if "train.steps" not in settings:
+        settings["train.steps"] = "???"
         reading.add("max_steps", "(implied)", DIFFERENT, _EPOCHS)

@@ -50,7 +50,7 @@ def find_changes(
             the model or the batch.
         batch: samples of one data rank, a multiple of the number of micro-batches; None if it is not known.
     """
-    found: list[Change] = []
+    changes: list[Change] = []
     kinds: set[str] = set()
     best: dict[str, tuple[int, _Candidate]] = {}
     for candidate in _candidates(plan, batch):
@@ -60,13 +60,13 @@ def find_changes(
         if bytes_needed is None:
             continue
         if bytes_needed <= memory:
-            found.append(Change(_words(candidate.fields), candidate.cost, bytes_needed))
+            changes.append(Change(_words(candidate.fields), candidate.cost, bytes_needed))
             kinds.add(candidate.kind)
-            if len(found) == most:
-                return found
+            if len(changes) == most:
+                return changes
         elif candidate.kind not in best or bytes_needed < best[candidate.kind][0]:
             best[candidate.kind] = (bytes_needed, candidate)
-    return found or _together(plan, memory, needed, [candidate for _, candidate in best.values()])
+    return changes or _together(plan, memory, needed, [candidate for _, candidate in best.values()])
 
 
 def milder(plan: Plan, batch: int | None = None) -> list[tuple[str, str]]:

@@ -74,9 +74,9 @@ def offload_lines(rank: RankEstimate) -> list[str]:
         return []
     places = {"host memory": (rank.host_bytes, rank.host_traffic), "disk": (rank.disk_bytes, rank.disk_traffic)}
     return ["", "offloaded:"] + [
-        f"  {place:<12} {size_text(held):>12}, of which a step moves {size_text(moved)}"
-        for place, (held, moved) in places.items()
-        if held
+        f"  {place:<12} {size_text(nbytes):>12}, of which a step moves {size_text(moved)}"
+        for place, (nbytes, moved) in places.items()
+        if nbytes
     ]
 
 

@@ -125,8 +125,8 @@ class Estimate:
     @property
     def peaks(self) -> list[int]:
         """Bytes of live tensors at the peak, for each rank of the world: the peak of its stage."""
-        each = self.world_size // len(self.ranks)
-        return [rank.peak_allocated for rank in self.ranks for _ in range(each)]
+        ranks_per_stage = self.world_size // len(self.ranks)
+        return [rank.peak_allocated for rank in self.ranks for _ in range(ranks_per_stage)]
 
     def fits(self, memory: int | str | None = None) -> bool:
         """Whether every rank fits.
@@ -172,10 +172,10 @@ class Estimate:
         Args:
             memory: as for :meth:`fits`; if neither is known, the page does not say whether the plan fits.
         """
-        said = ""
+        verdict = ""
         if memory is not None or self.hardware is not None:
-            said = self.verdict(memory)
-        Path(path).write_text(page(self.plan, self.world_size, [self.side()], said), encoding="utf-8")
+            verdict = self.verdict(memory)
+        Path(path).write_text(page(self.plan, self.world_size, [self.side()], verdict), encoding="utf-8")
 
     def _repr_svg_(self) -> str:
         """What a notebook shows: the memory of the fullest rank over two steps."""
@@ -232,14 +232,14 @@ def estimate(
         >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
         >>> build = functools.partial(torch.nn.Linear, 1024, 1024)
         >>> batch = torch.zeros(8, 1024)  # only shapes and types matter
-        >>> found = ts.estimate(build, ts.Plan(zero=3), world_size=4, inputs=batch, targets=batch,
-        ...                     optimizer=adamw, loss_fn=torch.nn.functional.mse_loss, hardware="a100-80")
-        >>> found.fits("1GiB"), found.largest.peak_allocated < 2**25
+        >>> estimate = ts.estimate(build, ts.Plan(zero=3), world_size=4, inputs=batch, targets=batch,
+        ...                        optimizer=adamw, loss_fn=torch.nn.functional.mse_loss, hardware="a100-80")
+        >>> estimate.fits("1GiB"), estimate.largest.peak_allocated < 2**25
         (True, True)
     """
-    found = find_hardware(hardware)
+    profile = find_hardware(hardware)
     if device is None:
-        device = "cpu" if found is not None and found.is_cpu else "cuda"
+        device = "cpu" if profile is not None and profile.is_cpu else "cuda"
     check_choice("device", device, tuple(_BACKENDS))
     resolved = plan.resolve(world_size)
     model = without_files(model)
@@ -249,9 +249,9 @@ def estimate(
             "a separate process"
         )
     ranks_here = world_size
-    if found is not None and found.rates is not None:
-        ranks_here = min(world_size, found.rates.devices_per_node)
-    device_bytes = found.context_under(resolved) if found is not None else 0
+    if profile is not None and profile.rates is not None:
+        ranks_here = min(world_size, profile.rates.devices_per_node)
+    device_bytes = profile.context_under(resolved) if profile is not None else 0
     tried = replace(resolved, micro_batches=enough_micro_batches(resolved, inputs, targets))
     size = batch_size(inputs)
     samples = size * tried.micro_batches // resolved.micro_batches
@@ -320,7 +320,7 @@ def estimate(
             break
     complete = len(ranks) == len(first_ranks)
     ranks.sort(key=lambda one: one.stage)
-    return Estimate(resolved, world_size, ranks, found, size * resolved.dp_size, complete)
+    return Estimate(resolved, world_size, ranks, profile, size * resolved.dp_size, complete)
 
 
 def _first_ranks(plan: Plan) -> Iterator[int]:
@@ -395,12 +395,12 @@ def enough_micro_batches(plan: Plan, inputs: Any, targets: Any) -> int:
         return _ALONE
     from tensorshard.pipeline.run.draw_schedule import kept_by_ranks
 
-    kept = partial(kept_by_ranks, plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank)
-    wanted = kept(micro_batches=every)
+    kept_activations = partial(kept_by_ranks, plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank)
+    wanted = kept_activations(micro_batches=every)
 
     def keeps_as_many(count: int) -> bool:
         with suppress(ValueError):  # the schedule does not take so many
-            return kept(micro_batches=count) == wanted
+            return kept_activations(micro_batches=count) == wanted
         return False
 
     # Looped schedules take whole rounds over the ranks.
@@ -416,22 +416,22 @@ def first_samples(tree: Any, size: int, count: int) -> Any:
     return map_tensors_once(lambda tensor: tensor[:count] if tensor.dim() and count < size else tensor, tree)
 
 
-def scaled(found: Operations, plan: Plan, run: int) -> Operations:
+def scaled(operations: Operations, plan: Plan, run: int) -> Operations:
     """The operations of a step of the plan, from those of a step with `run` of its micro-batches.
 
     Forward and backward run for each micro-batch. Gradients are reduced once, under ZeRO 2 for each micro-batch, and
     under ZeRO 3 over shards for each micro-batch and over replicas once.
     """
     if run == plan.micro_batches:
-        return found
+        return operations
 
-    def times(count: int, each: bool) -> int:
-        return round(count * plan.micro_batches / run) if each else count
+    def times(count: int, is_per_micro_batch: bool) -> int:
+        return round(count * plan.micro_batches / run) if is_per_micro_batch else count
 
     return replace(
-        found,
-        kernels=Counter({k: times(count, k.section != UPDATE) for k, count in found.kernels.items()}),
-        transfers=Counter({t: times(count, _is_of_each(t, plan)) for t, count in found.transfers.items()}),
+        operations,
+        kernels=Counter({k: times(count, k.section != UPDATE) for k, count in operations.kernels.items()}),
+        transfers=Counter({t: times(count, _is_of_each(t, plan)) for t, count in operations.transfers.items()}),
     )
 
 

@@ -137,8 +137,10 @@ def communicators(plan: Plan) -> int:
 
 def known_hardware() -> list[str]:
     """The names of the profiles that come with tensorshard, the device with the most memory first."""
-    found = [_from_json(json.loads(path.read_text())) for path in _profiles().iterdir() if path.name.endswith(".json")]
-    return [hardware.name for hardware in sorted(found, key=lambda h: (-h.memory, h.name))]
+    profiles = [
+        _from_json(json.loads(path.read_text())) for path in _profiles().iterdir() if path.name.endswith(".json")
+    ]
+    return [hardware.name for hardware in sorted(profiles, key=lambda h: (-h.memory, h.name))]
 
 
 def find_hardware(hardware: str | Hardware | None) -> Hardware | None:

@@ -157,9 +157,9 @@ class Operations:
 
     def traffic(self) -> dict[str, dict[str, Traffic]]:
         """What is moved, by axis and collective. Groups of one rank move nothing, and are left out."""
-        found: dict[str, dict[str, Traffic]] = {}
+        traffic: dict[str, dict[str, Traffic]] = {}
         for transfer, count in self.transfers.items():
-            of_axis = found.setdefault(transfer.axis, {})
+            of_axis = traffic.setdefault(transfer.axis, {})
             before = of_axis.get(transfer.collective, Traffic(0, 0, transfer.ranks, 0.0))
             of_axis[transfer.collective] = Traffic(
                 before.nbytes + transfer.nbytes * count,
@@ -167,7 +167,7 @@ class Operations:
                 transfer.ranks,
                 before.sent + transfer.sent * count,
             )
-        return found
+        return traffic
 
     def of(self, section: str) -> Iterator[tuple[Kernel, int]]:
         """The kernels of a section, with their counts."""
@@ -226,18 +226,19 @@ class OperationLedger(TorchDispatchMode):
         """What was counted, with each group named by its axis of `mesh`."""
         axes = {name: axis_of(dist.get_process_group_ranks(group), mesh) for name, group in self._groups.items()}
         sharing = dist.get_process_group_ranks(mesh.expert_group) if plan.ep > 1 else []
-        found = Operations(Counter(self._counts.kernels))
+        operations = Operations(Counter(self._counts.kernels))
         for (transfer, group), count in self._counts.transfers.items():
             if transfer.ranks > 1:
                 axis = axes[group]
                 if transfer.collective == "all_to_all" and dist.get_process_group_ranks(self._groups[group]) == sharing:
-                    found.transfers[replace(transfer, axis="ep", overlaps=False)] += count  # experts wait for tokens
+                    # Experts wait for tokens.
+                    operations.transfers[replace(transfer, axis="ep", overlaps=False)] += count
                     continue
                 if axis == "cp" and (transfer.part_of or transfer.collective) != "all_to_all":
                     axis = "shard"  # with one data rank, parameters and gradients travel along cp alone
                 hidden = transfer.overlaps or (plan.zero == 3 and _is_of_fsdp(transfer, axis))
-                found.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
-        return found
+                operations.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
+        return operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -306,7 +307,7 @@ class OperationLedger(TorchDispatchMode):
             waits = True
         else:
             return
-        group = next((found for found in map(group_of_argument, arguments) if found is not None), None)
+        group = next((group for group in map(group_of_argument, arguments) if group is not None), None)
         if group is None:
             return
         self._groups[group.group_name] = group

@@ -127,7 +127,7 @@ class MappedFiles:
     """The files on disks that are mapped as shared at this moment; see proc_pid_maps(5)."""
 
     def __init__(self) -> None:
-        found = []
+        spans = []
         try:
             lines = _MAPS.read_text().splitlines()
         except OSError:
@@ -136,8 +136,8 @@ class MappedFiles:
             span, permissions, _, _, inode, *path = line.split(maxsplit=5)
             if permissions.endswith("s") and inode != "0" and not (path and path[0].startswith(_IN_MEMORY)):
                 start, _, end = span.partition("-")
-                found.append((int(start, 16), int(end, 16)))
-        self._spans = sorted(found)
+                spans.append((int(start, 16), int(end, 16)))
+        self._spans = sorted(spans)
 
     def hold(self, address: int) -> bool:
         """Whether `address` is in one of them."""

@@ -158,11 +158,11 @@ def summarize(
     """
     categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
     peak, at = _peak(ledger.events, ledger.start)
-    held = _held(ledger.events[: at + 1])
+    live = _live(ledger.events[: at + 1])
     by_category = dict.fromkeys(CATEGORIES, 0)
-    for number, nbytes in held.items():
+    for number, nbytes in live.items():
         by_category[categories[number]] += nbytes
-    steady = [*_at_once(_held(ledger.events[: ledger.start])), *ledger.events[ledger.start :]]
+    steady = [*_at_once(_live(ledger.events[: ledger.start])), *ledger.events[ledger.start :]]
     reserved = resident(peak) if on_host else _reserved(steady)
     return RankEstimate(
         rank,
@@ -172,7 +172,7 @@ def summarize(
         reserved + device_bytes,
         by_category,
         ledger.events[at].phase if ledger.events else "initialization",
-        _largest(ledger, held, categories),
+        _largest(ledger, live, categories),
         _timeline(steady),
         moments(steady, categories, CATEGORIES),
         operations or Operations(),
@@ -193,9 +193,9 @@ def _category(allocation: Allocation) -> str:
     return GATHERED if allocation.resized else _BY_PHASE[allocation.phase]
 
 
-def _largest(ledger: StorageLedger, held: Mapping[int, int], categories: Sequence[str]) -> list[LargeTensor]:
+def _largest(ledger: StorageLedger, live: Mapping[int, int], categories: Sequence[str]) -> list[LargeTensor]:
     """The tensors that take the most at the peak. Equal tensors, such as those of a model's blocks, are one entry."""
-    counts = Counter(_described(ledger.allocations[number], held[number], categories[number]) for number in held)
+    counts = Counter(_described(ledger.allocations[number], live[number], categories[number]) for number in live)
     alike = [replace(tensor, count=count) for tensor, count in counts.items()]
     return sorted(alike, key=lambda tensor: tensor.nbytes * tensor.count, reverse=True)[:_LARGEST]
 
@@ -218,17 +218,17 @@ def _peak(events: Sequence[Event], start: int) -> tuple[int, int]:
     return most, at
 
 
-def _at_once(held: Mapping[int, int]) -> list[Event]:
+def _at_once(live: Mapping[int, int]) -> list[Event]:
     """Storages that are there before the first step, as if allocated at once. What was freed before is left out, since
     the search for a table of tensor parallelism runs on the host."""
-    return [Event(number, nbytes, "initialization") for number, nbytes in held.items()]
+    return [Event(number, nbytes, "initialization") for number, nbytes in live.items()]
 
 
-def _held(events: Sequence[Event]) -> dict[int, int]:
-    held: dict[int, int] = {}
+def _live(events: Sequence[Event]) -> dict[int, int]:
+    live: dict[int, int] = {}
     for event in events:
-        held[event.number] = held.get(event.number, 0) + event.nbytes
-    return {number: nbytes for number, nbytes in held.items() if nbytes}
+        live[event.number] = live.get(event.number, 0) + event.nbytes
+    return {number: nbytes for number, nbytes in live.items() if nbytes}
 
 
 def _reserved(events: Sequence[Event]) -> int:
@@ -259,22 +259,22 @@ def moments(events: Sequence[Event], category_of: Sequence[str], categories: Ite
         categories: all categories.
     """
     place = {name: index for index, name in enumerate(categories)}
-    held = [0] * len(place)
+    totals = [0] * len(place)
     length = max(1, len(events) // _MOMENTS)
-    found: list[Moment] = []
+    fullest: list[Moment] = []
     in_stretch = length
     for event in events:
-        held[place[category_of[event.number]]] += event.nbytes
-        moment = Moment(event.phase, tuple(held))
-        if found and found[-1].phase == event.phase == "initialization":
-            found[-1] = moment  # of the initialization only its end counts: what is there when the steps begin
-        elif in_stretch >= length or found[-1].phase != event.phase:
-            found.append(moment)
+        totals[place[category_of[event.number]]] += event.nbytes
+        moment = Moment(event.phase, tuple(totals))
+        if fullest and fullest[-1].phase == event.phase == "initialization":
+            fullest[-1] = moment  # of the initialization only its end counts: what is there when the steps begin
+        elif in_stretch >= length or fullest[-1].phase != event.phase:
+            fullest.append(moment)
             in_stretch = 0
-        elif moment.total > found[-1].total:
-            found[-1] = moment
+        elif moment.total > fullest[-1].total:
+            fullest[-1] = moment
         in_stretch += 1
-    return found
+    return fullest
 
 
 def _segment(size: int) -> int:

@@ -117,13 +117,13 @@ def _simulate_schedule(times: Sequence[_RankTime], plan: Plan) -> "Timeline":
     from tensorshard.pipeline.run.draw_schedule import timeline
     from tensorshard.pipeline.run.split_backward import may_split_backward
 
-    each = plan.micro_batches * plan.stages_per_rank
+    stage_runs = plan.micro_batches * plan.stages_per_rank
     split = may_split_backward(plan)
     durations = []
     for time in times:
-        backward = time.section(BACKWARD) / each
+        backward = time.section(BACKWARD) / stage_runs
         inputs = backward / 2 if split else backward
-        durations.append({"F": time.section(FORWARD) / each, "B": backward, "I": inputs, "W": backward - inputs})
+        durations.append({"F": time.section(FORWARD) / stage_runs, "B": backward, "I": inputs, "W": backward - inputs})
     return timeline(
         plan.pp_schedule,
         ranks=plan.pp,
@@ -135,12 +135,12 @@ def _simulate_schedule(times: Sequence[_RankTime], plan: Plan) -> "Timeline":
 
 
 def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, place: float) -> _RankTime:
-    found = rank.operations
-    kernels = {name: _kernels_time(found, name, rates, place) for name in SECTIONS}
+    operations = rank.operations
+    kernels = {name: _kernels_time(operations, name, rates, place) for name in SECTIONS}
     blocking = dict.fromkeys(SECTIONS, 0.0)
     hidden: dict[str, list[tuple[float, int]]] = {name: [] for name in SECTIONS}
     message = sent = 0.0
-    for transfer, count in found.transfers.items():
+    for transfer, count in operations.transfers.items():
         seconds = transfer_time(transfer, plan, world_size, rates, place)
         sent += seconds * count if transfer.collective != "receive" else 0.0
         if transfer.axis == "pp" and transfer.collective in _SENDS:
@@ -156,8 +156,8 @@ def _rank_time(rank: RankEstimate, plan: Plan, world_size: int, rates: Rates, pl
     return _RankTime(kernels[FORWARD], kernels[BACKWARD], kernels[UPDATE], blocking, exposed, message, offload, sent)
 
 
-def _kernels_time(found: Operations, section: str, rates: Rates, place: float) -> float:
-    return sum(kernel_time(kernel, rates, place) * count for kernel, count in found.of(section))
+def _kernels_time(operations: Operations, section: str, rates: Rates, place: float) -> float:
+    return sum(kernel_time(kernel, rates, place) * count for kernel, count in operations.of(section))
 
 
 def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:

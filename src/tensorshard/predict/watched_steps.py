@@ -37,10 +37,10 @@ class StepWatcher:
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
         ]
-        held = self._held()
-        self._add([*held, *self._engine.model.buffers()], PARAMETERS)
+        parameters = self._parameters()
+        self._add([*parameters, *self._engine.model.buffers()], PARAMETERS)
         self._add(self._states(), OPTIMIZER)
-        self._add([tensor.grad for tensor in held if tensor.grad is not None], GRADIENTS)
+        self._add([tensor.grad for tensor in parameters if tensor.grad is not None], GRADIENTS)
         take_step = self._engine.step
 
         def step(*batch: Any, **named: Any) -> torch.Tensor:
@@ -60,14 +60,14 @@ class StepWatcher:
         """Notes that `tensors` are a batch."""
         self._add(tensors, INPUTS)
 
-    def _held(self) -> list[torch.Tensor]:
+    def _parameters(self) -> list[torch.Tensor]:
         return [*self._engine.sharded.masters().values(), *self._engine.model.parameters()]
 
     def _states(self) -> list[Any]:
         return [list(state.values()) for state in self._engine.optimizer.state.values()]
 
     def _before_update(self, *_: Any) -> None:
-        self._note([tensor.grad for tensor in self._held() if tensor.grad is not None], GRADIENTS)
+        self._note([tensor.grad for tensor in self._parameters() if tensor.grad is not None], GRADIENTS)
         self._ledger.updating = True
 
     def _after_update(self, *_: Any) -> None:

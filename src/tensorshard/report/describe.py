@@ -48,10 +48,10 @@ def _table(corner: str, heads: Sequence[str], rows: Rows, width: int | None) -> 
     tables = []
     for first in range(0, len(heads), most):
         shown = slice(first, first + most)
-        own = [(corner, list(heads[shown])), *((name, cells[shown]) for name, cells in rows)]
-        count = len(own[0][1])
+        shown_rows = [(corner, list(heads[shown])), *((name, cells[shown]) for name, cells in rows)]
+        count = len(shown_rows[0][1])
         room = None if width is None else max(_NARROWEST, (width - label) // count - _GAP)
-        tables.append("\n".join(_lines(own, label, room)))
+        tables.append("\n".join(_lines(shown_rows, label, room)))
     return "\n\n".join(tables)
 
 

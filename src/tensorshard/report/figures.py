@@ -21,39 +21,39 @@ _OTHER = ("step_seconds", "samples", "peak_memory_bytes")  # curves of these wou
 def figures(runs: Sequence[Run]) -> Rows:
     """The figures of each run, as rows. A row is left out if no run has it."""
     of_runs = [dict(_figures(run)) for run in runs]
-    names = list(dict.fromkeys(name for own in of_runs for name in own))
-    return [(name, [own.get(name, ABSENT) for own in of_runs]) for name in names]
+    names = list(dict.fromkeys(name for of_run in of_runs for name in of_run))
+    return [(name, [of_run.get(name, ABSENT) for of_run in of_runs]) for name in names]
 
 
 def differences(runs: Sequence[Run]) -> Rows:
     """The settings that are not the same in all runs, by their keys in the config."""
     flat = [dict(flat_items(run.config)) for run in runs]
-    keys = dict.fromkeys(key for own in flat for key in own if key not in _NOT_COMPARED)
-    rows = [(key, [own.get(key, ABSENT) for own in flat]) for key in keys]
+    keys = dict.fromkeys(key for config in flat for key in config if key not in _NOT_COMPARED)
+    rows = [(key, [config.get(key, ABSENT) for config in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Sentences that a reader of the figures needs to know."""
-    said = []
+    sentences = []
     for run in runs:
         of = f"{run.name}: " if len(runs) > 1 else ""
         if not run.metrics:
-            said.append(f"{of}no step is logged yet; every {_log_every(run)} steps a line is.")
+            sentences.append(f"{of}no step is logged yet; every {_log_every(run)} steps a line is.")
         if run.unread:
-            said.append(f"{of}{_count(run.unread, 'line')} of metrics.jsonl could not be read, and were left out.")
+            sentences.append(f"{of}{_count(run.unread, 'line')} of metrics.jsonl could not be read, and were left out.")
         for name, series in run.curves.items():
             if series.dropped:
-                said.append(f"{of}{_count(series.dropped, 'value')} of {name} not finite, and not drawn.")
+                sentences.append(f"{of}{_count(series.dropped, 'value')} of {name} not finite, and not drawn.")
         if run.estimated and not is_compared(run) and run.peaks and max(run.estimated) < _SMALL:
-            said.append(
+            sentences.append(
                 f"{of}the estimate is of live tensors; of processes this small, libraries and connections hold most of "
                 f"what was measured."
             )
         for session in run.sessions[1:]:
             ranks = _count(session.world_size, "rank")
-            said.append(f"{of}resumed at step {session.first_step}, on {ranks}.")
-    return said
+            sentences.append(f"{of}resumed at step {session.first_step}, on {ranks}.")
+    return sentences
 
 
 def speed_of(runs: Sequence[Run]) -> str | None:

@@ -158,18 +158,18 @@ class Run:
         """The peak memory of each rank in bytes since the last start, by rank; [] if nothing was measured."""
         first = 0 if self.session is None else self.session.first_step  # an earlier start may have had other ranks
         now = {name: series for name, series in self.metrics.items() if series.steps[-1] >= first}
-        found = {int(match[1]): series.last for name, series in now.items() if (match := _RANK_PEAK.match(name))}
+        by_rank = {int(match[1]): series.last for name, series in now.items() if (match := _RANK_PEAK.match(name))}
         if "peak_memory_bytes" in now:
-            found.setdefault(0, now["peak_memory_bytes"].last)
-        ranks = len(found) if self.session is None else self.session.world_size
-        return [int(found[rank]) for rank in range(ranks) if rank in found]
+            by_rank.setdefault(0, now["peak_memory_bytes"].last)
+        ranks = len(by_rank) if self.session is None else self.session.world_size
+        return [int(by_rank[rank]) for rank in range(ranks) if rank in by_rank]
 
     @property
     def beyond_start(self) -> list[int]:
         """:attr:`peaks` without the bytes that were held before the model was built, which an estimate does not count;
         [] if these are not known."""
-        held = [] if self.session is None else self.session.held_before_bytes
-        return [peak - before for peak, before in zip(self.peaks, held, strict=False)]
+        at_start = [] if self.session is None else self.session.held_before_bytes
+        return [peak - before for peak, before in zip(self.peaks, at_start, strict=False)]
 
     @property
     def estimated(self) -> list[int]:
@@ -193,11 +193,11 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     if len(folders) > MOST_RUNS:
         raise ConfigError(f"report shows at most {MOST_RUNS} runs side by side, and was given {len(folders)}")
     paths = [Path(folder) for folder in folders]
-    whole = [path.resolve() for path in paths]
-    for number, path in enumerate(whole):
-        if path in whole[:number]:
+    resolved = [path.resolve() for path in paths]
+    for number, path in enumerate(resolved):
+        if path in resolved[:number]:
             raise ConfigError(f"{paths[number]} is given twice; give each run once")
-    return [read_run(path, name) for path, name in zip(paths, _names(whole), strict=True)]
+    return [read_run(path, name) for path, name in zip(paths, _names(resolved), strict=True)]
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
@@ -246,18 +246,18 @@ def read_series(path: Path) -> tuple[dict[str, Series], int]:
                 values.append(value)
             elif name != "step":
                 taken[name] = ([step], [value])
-    found = {name: _series(*pair) for name, pair in taken.items()}
-    return {name: series for name, series in found.items() if len(series)}, unread
+    measurements = {name: _series(*pair) for name, pair in taken.items()}
+    return {name: series for name, series in measurements.items() if len(series)}, unread
 
 
 def _records(lines: list[str]) -> tuple[list[dict[str, Any]], int]:
     """The objects in `lines` that have a step, and the number of other lines."""
     try:
-        found = json.loads(f"[{','.join(lines)}]")  # all at once, which takes half the time of one by one
+        parsed = json.loads(f"[{','.join(lines)}]")  # all at once, which takes half the time of one by one
     except ValueError:
-        found = [_parsed(line) for line in lines]
-    kept = [record for record in found if isinstance(record, dict) and type(record.get("step")) is int]
-    return kept, len(lines) - len(kept)
+        parsed = [_parsed(line) for line in lines]
+    records = [record for record in parsed if isinstance(record, dict) and type(record.get("step")) is int]
+    return records, len(lines) - len(records)
 
 
 def _parsed(line: str) -> Any:
@@ -269,12 +269,12 @@ def _parsed(line: str) -> Any:
 
 def _without_what_was_done_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`records` in ascending order of steps, without those that a resumed run has repeated."""
-    kept: list[dict[str, Any]] = []
+    ascending: list[dict[str, Any]] = []
     for record in records:
-        while kept and kept[-1]["step"] >= record["step"]:
-            kept.pop()
-        kept.append(record)
-    return kept
+        while ascending and ascending[-1]["step"] >= record["step"]:
+            ascending.pop()
+        ascending.append(record)
+    return ascending
 
 
 def _series(steps: list[int], values: list[float | None]) -> Series:
@@ -319,7 +319,7 @@ def _those_there() -> str:
 
 def _runs_in(folder: Path) -> str:
     """The newest runs in `folder`, by their paths; "" if there is none."""
-    found = [entry for entry in folder.iterdir() if RunDirectory(entry).config.is_file()] if folder.is_dir() else []
-    found.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(map(str, found[:_SHOWN])) + more
+    runs = [entry for entry in folder.iterdir() if RunDirectory(entry).config.is_file()] if folder.is_dir() else []
+    runs.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
+    more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
+    return ", ".join(map(str, runs[:_SHOWN])) + more

@@ -120,10 +120,10 @@ def _chart(runs: Sequence[Run], names: Sequence[str], title: str, spell: Callabl
     first = min(int(series.steps[0]) for run in runs for series in run.curves.values())
     last = max(run.last_step for run in runs)
     without = [run.name for run in runs if not any(name in run.curves for name in names)]
-    said = " ".join(_key(line.colour, line.name) for line in lines) if len(names) > 1 and len(lines) > 1 else ""
+    caption = " ".join(_key(line.colour, line.name) for line in lines) if len(names) > 1 and len(lines) > 1 else ""
     if without:
-        said = f"not logged by {escape(', '.join(without))}"
-    note = f' <span class="name">{said}</span>' if said else ""
+        caption = f"not logged by {escape(', '.join(without))}"
+    note = f' <span class="name">{caption}</span>' if caption else ""
     drawn = line_chart(lines, (first, last), f"{title} over steps {first:,} to {last:,}", spell, **scale)
     return f"<figure><figcaption>{escape(title)}{note}</figcaption>\n{drawn}</figure>"
 
@@ -264,22 +264,24 @@ def rank_chart(measured: Sequence[int], estimated: Sequence[int], title: str, co
     scale = Scale(0, top * 1.05, in_bytes=True)
     parts = [f'<svg viewBox="0 0 {LEFT + WIDE + 8} {TOP + HIGH + BELOW}" role="img" aria-label="{escape(title)}">']
     parts += frame(scale, size_text)
-    each = -(-len(measured) // _BARS)
-    groups = [range(first, min(first + each, len(measured))) for first in range(0, len(measured), each)]
+    ranks_per_bar = -(-len(measured) // _BARS)
+    groups = [
+        range(first, min(first + ranks_per_bar, len(measured))) for first in range(0, len(measured), ranks_per_bar)
+    ]
     apart = WIDE / len(groups)
     wide = min(apart * 0.8, _WIDEST)
     every = next(every for every in (1, 2, 5, 10, 20, 50, 100) if len(groups) / every <= 16)
     for number, ranks in enumerate(groups):
         x = LEFT + (number + 0.5) * apart
-        held = max(measured[rank] for rank in ranks)
-        y = scale.y(held)
+        nbytes = max(measured[rank] for rank in ranks)
+        y = scale.y(nbytes)
         words = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        said = f"{words}: {size_text(held)}"
+        tooltip = f"{words}: {size_text(nbytes)}"
         if estimated:
-            said += f", estimated {size_text(max(estimated[rank] for rank in ranks))}"
+            tooltip += f", estimated {size_text(max(estimated[rank] for rank in ranks))}"
         parts.append(
             f'<rect x="{x - wide / 2:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{TOP + HIGH - y:.1f}" '
-            f'class="bar run-{colour}"><title>{escape(said)}</title></rect>'
+            f'class="bar run-{colour}"><title>{escape(tooltip)}</title></rect>'
         )
         if estimated:
             line = scale.y(max(estimated[rank] for rank in ranks))
@@ -368,20 +370,20 @@ def _drawn(line: Line, span: tuple[int, int], scale: Scale, count: int) -> list[
         if len(points) == 1 or (line.dotted and len(points) <= _DOTS):
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" class="dot run-{line.colour}"/>' for x, y in points]
         return parts
-    found = columns(series, count, first, last)
+    buckets = columns(series, count, first, last)
     width = WIDE / count
-    middles = [LEFT + (float(place) + 0.5) * width for place in found.places]
-    means = [(x, scale.y(float(mean))) for x, mean in zip(middles, found.means, strict=True)]
+    middles = [LEFT + (float(place) + 0.5) * width for place in buckets.places]
+    means = [(x, scale.y(float(mean))) for x, mean in zip(middles, buckets.means, strict=True)]
     return [
-        f'<path d="{_outline(found, middles, scale)}z" class="spread run-{line.colour}"/>',
+        f'<path d="{_outline(buckets, middles, scale)}z" class="spread run-{line.colour}"/>',
         f'<path d="{_path(means)}" class="line run-{line.colour}">{name}</path>',
     ]
 
 
-def _outline(found: Columns, middles: Sequence[float], scale: Scale) -> str:
+def _outline(buckets: Columns, middles: Sequence[float], scale: Scale) -> str:
     """A path along the most of each column to the right, and back along the least."""
-    above = [(x, scale.y(float(high))) for x, high in zip(middles, found.highs, strict=True)]
-    below = [(x, scale.y(float(low))) for x, low in zip(middles, found.lows, strict=True)]
+    above = [(x, scale.y(float(high))) for x, high in zip(middles, buckets.highs, strict=True)]
+    below = [(x, scale.y(float(low))) for x, low in zip(middles, buckets.lows, strict=True)]
     return _path([*above, *below[::-1]])
 
 
@@ -394,16 +396,16 @@ def _spoken(lines: Sequence[Line], span: tuple[int, int], spell: Callable[[float
     """Invisible strips over the chart. Each shows the numbers below it as a tooltip."""
     first, last = span
     count = min(_STRIPS, last - first + 1)
-    said: list[list[str]] = [[] for _ in range(count)]
+    tooltips: list[list[str]] = [[] for _ in range(count)]
     for line in lines:
-        found = columns(line.series, count, first, last)
-        for place, low, mean, high in zip(found.places, found.lows, found.means, found.highs, strict=True):
+        buckets = columns(line.series, count, first, last)
+        for place, low, mean, high in zip(buckets.places, buckets.lows, buckets.means, buckets.highs, strict=True):
             spread = (
                 f" ({spell(float(low))} to {spell(float(high))})" if spell(float(low)) != spell(float(high)) else ""
             )
-            said[int(place)].append(f"{line.name}: {spell(float(mean))}{spread}")
+            tooltips[int(place)].append(f"{line.name}: {spell(float(mean))}{spread}")
     parts = []
-    for number, words in enumerate(said):
+    for number, words in enumerate(tooltips):
         if words:
             start = first - (-number * (last - first + 1) // count)
             end = first - (-(number + 1) * (last - first + 1) // count) - 1

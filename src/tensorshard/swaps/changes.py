@@ -68,21 +68,22 @@ def apply_decisions(model: nn.Module, decisions: Decisions, table: dict[tuple[st
     for module in model.modules():
         if has_users_forward(module):
             continue
-        own = type(module).forward
+        original = type(module).forward
         if (part := decisions.parts.get(signature_of(module))) is not None:
             recipe, label = part
-            key: Any = (own, recipe, label)
+            key: Any = (original, recipe, label)
             if key not in built:
-                built[key] = recipe.build(table[recipe.kind, label], own)
+                built[key] = recipe.build(table[recipe.kind, label], original)
         else:
             key = class_key(module)
-            names = {name: found for (cls, name), found in decisions.called.items() if cls == key}
+            names = {name: choice for (cls, name), choice in decisions.called.items() if cls == key}
             if not names:
                 continue
             if key not in built:
-                called = called_functions(own)
+                called = called_functions(original)
                 built[key] = rebound(
-                    own, {n: r.build(table[r.kind, label], called[n]) for n, (r, label) in names.items() if n in called}
+                    original,
+                    {n: r.build(table[r.kind, label], called[n]) for n, (r, label) in names.items() if n in called},
                 )
         vars(module)["forward"] = MethodType(built[key], module)
         count += 1
@@ -97,10 +98,10 @@ def called_functions(forward: Any) -> dict[str, Function]:
     inner = innermost(forward)
     if inner is None:
         return {}
-    found = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
+    referenced = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in referenced.items()
         if isinstance(value, FunctionType) and value.__module__.partition(".")[0] != "torch"
     }
 
@@ -118,11 +119,11 @@ def family_of(module: nn.Module) -> str:
 def signature_of(module: nn.Module) -> str:
     """Class, sizes and settings, of the module and those within."""
     settings = []
-    for name, each in module.named_modules():
+    for name, submodule in module.named_modules():
         plain = {
             key: value if isinstance(value, _PLAIN) else getattr(value, "__qualname__", "")
-            for key, value in vars(each).items()
+            for key, value in vars(submodule).items()
             if key != "training" and isinstance(value, (*_PLAIN, FunctionType))
         }
-        settings.append((name, class_key(each), sorted(plain.items(), key=lambda item: item[0])))
+        settings.append((name, class_key(submodule), sorted(plain.items(), key=lambda item: item[0])))
     return f"{family_of(module)} {settings}"

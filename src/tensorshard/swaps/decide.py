@@ -56,7 +56,7 @@ class Search:
         self._already: dict[str, set[str]] = {kind: set() for kind in KINDS}
         self._calls: dict[str, Call] = {}  # of modules, by family
         self._function_calls: dict[tuple[str, str], tuple[Function, Call]] = {}
-        self._found = Decisions()
+        self._decisions = Decisions()
         self._sample = self._capture(sample_inputs)
 
     def decide(self) -> Decisions:
@@ -64,17 +64,17 @@ class Search:
         self._check_parts()
         self._check_functions()
         self._note_others()
-        if not self._found.changed:
-            return self._found
+        if not self._decisions.changed:
+            return self._decisions
         changed = copy_with(self._model, lambda _, tensor: tensor)
-        apply_decisions(changed, self._found, self._table)
+        apply_decisions(changed, self._decisions, self._table)
         after = [self._whole(training, changed) for training in (True, False)]
         for (outputs, grads), (new_outputs, new_grads) in zip(before, after, strict=True):
             apart = max(difference(new_outputs, outputs), difference(new_grads, grads))
             if not apart <= _MODEL_BOUND * bound(outputs):
                 reason = f"each part agreed alone, and the whole model differs by {apart:.0e}, so nothing was changed"
-                left = [LeftAlone(c.kind, c.name, c.modules, reason) for c in self._found.changed]
-                return Decisions(left=[*self._found.left, *left])
+                left = [LeftAlone(c.kind, c.name, c.modules, reason) for c in self._decisions.changed]
+                return Decisions(left=[*self._decisions.left, *left])
         self._model.train()
         changed.train()
         calls = [
@@ -82,8 +82,8 @@ class Search:
             for model in (self._model, changed)
         ]
         first, second = seconds(calls, self._device)
-        self._found.step = first, second
-        return self._found
+        self._decisions.step = first, second
+        return self._decisions
 
     # -- runs of the whole model --
 
@@ -124,7 +124,7 @@ class Search:
                 if vars(module).pop(_RECORDED, False):
                     forget(module.forward)
                     del module.forward
-        self._already = watched.found
+        self._already = watched.callers
 
     def _note(self, watched: "_Watched") -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,12 +140,12 @@ class Search:
         """Lets the forward of `module` call its global functions through what keeps their arguments."""
         if has_users_forward(module):
             return
-        own = type(module).forward
+        original = type(module).forward
         names = {
-            name: self._recorder(class_key(module), name, called) for name, called in called_functions(own).items()
+            name: self._recorder(class_key(module), name, called) for name, called in called_functions(original).items()
         }
         if names:
-            vars(module)["forward"] = MethodType(rebound(own, names), module)
+            vars(module)["forward"] = MethodType(rebound(original, names), module)
             vars(module)[_RECORDED] = True
 
     def _recorder(self, key: str, name: str, function: Function) -> Function:
@@ -190,28 +190,28 @@ class Search:
         label = type(module).__name__
 
         def leave(reason: str) -> None:
-            self._found.left.append(LeftAlone(kind, label, names, reason))
+            self._decisions.left.append(LeftAlone(kind, label, names, reason))
 
-        if any(has_users_forward(each) for _, each in members):
+        if any(has_users_forward(member) for _, member in members):
             return leave("its forward was set on the instance, and stays")
         candidates = self._candidates(kind, any(name in self._already[kind] for name in names))
         if isinstance(candidates, str):
             return leave(candidates)
-        call, own = self._calls[family_of(module)], type(module).forward
+        call, original = self._calls[family_of(module)], type(module).forward
         best: tuple[float, float, str, float] | None = None
         reasons = []
         for function, fast in candidates.items():
-            new = recipe.build(fast, own)
+            new = recipe.build(fast, original)
             worst, reason = 0.0, None
-            for _, each in members:
-                apart, reason = _compare_part(each, new, call, mixed=isinstance(recipe, Norm))
+            for _, member in members:
+                apart, reason = _compare_part(member, new, call, mixed=isinstance(recipe, Norm))
                 worst = max(worst, apart)
                 if reason is not None:
                     break
             if reason is not None:
                 reasons.append(f"{function} {reason}")
                 continue
-            before, after = self._timed(own, new, call, module)
+            before, after = self._timed(original, new, call, module)
             if before / after < self._min_speedup:
                 reasons.append(f"{function} takes {as_time(after)} a call, and its own code {as_time(before)}")
             elif best is None or after / before < best[1] / best[0]:
@@ -219,37 +219,39 @@ class Search:
         if best is None:
             return leave("; ".join(reasons))
         before, after, function, worst = best
-        self._found.changed.append(Change(kind, label, names, function, before, after, worst))
-        self._found.parts[key] = recipe, function
+        self._decisions.changed.append(Change(kind, label, names, function, before, after, worst))
+        self._decisions.parts[key] = recipe, function
         return None
 
     def _candidates(self, kind: str, already: bool) -> dict[str, Function] | str:
         """The functions to try; or why there are none."""
-        found = dict(self._choices[kind])
+        functions = dict(self._choices[kind])
         if already:
-            found.pop(f"torch's {kind}", None)
-        if found:
-            return found
+            functions.pop(f"torch's {kind}", None)
+        if functions:
+            return functions
         if already:
             return _already_torchs(kind)
         return f"{NO_FUSED_FORM}, and of Liger's, {without_liger(self._device)}"
 
-    def _timed(self, own: Function, new: Function, call: Call, module: nn.Module) -> list[float]:
+    def _timed(self, original: Function, new: Function, call: Call, module: nn.Module) -> list[float]:
         module.train()
         parameters = list(module.parameters())
-        return seconds([timed(MethodType(forward, module), *call, parameters) for forward in (own, new)], self._device)
+        return seconds(
+            [timed(MethodType(forward, module), *call, parameters) for forward in (original, new)], self._device
+        )
 
     def _note_others(self) -> None:
         """Modules that call torch's functions in code that was not taken apart."""
         modules = dict(self._model.named_modules())
         for kind in self._choices:
-            entries: list[Change | LeftAlone] = [*self._found.changed, *self._found.left]
-            known = {name for each in entries if each.kind == kind for name in each.modules}
+            entries: list[Change | LeftAlone] = [*self._decisions.changed, *self._decisions.left]
+            known = {name for entry in entries if entry.kind == kind for name in entry.modules}
             groups: dict[str, list[str]] = {}
             for name in sorted(self._already[kind] - known):
                 groups.setdefault(type(modules[name]).__name__, []).append(name)
             for label, names in groups.items():
-                self._found.left.append(LeftAlone(kind, label, tuple(names), _already_torchs(kind)))
+                self._decisions.left.append(LeftAlone(kind, label, tuple(names), _already_torchs(kind)))
 
     # -- functions that forwards call --
 
@@ -268,7 +270,7 @@ class Search:
         already = any(member in self._already[kind] for member in members)
         candidates = self._candidates(kind, already)
         if isinstance(candidates, str):
-            self._found.left.append(LeftAlone(kind, label, members, candidates))
+            self._decisions.left.append(LeftAlone(kind, label, members, candidates))
             return
         used = _first_output if kind == "attention" else _as_it_is  # attention weights are not computed
         best: tuple[float, float, str, float] | None = None
@@ -282,17 +284,17 @@ class Search:
             if reason is not None:
                 reasons.append(f"{chosen} {reason}")
                 continue
-            before, after = seconds([timed(used(each), *call) for each in (function, new)], self._device)
+            before, after = seconds([timed(used(variant), *call) for variant in (function, new)], self._device)
             if before / after < self._min_speedup:
                 reasons.append(f"{chosen} takes {as_time(after)} a call, and its own code {as_time(before)}")
             elif best is None or after / before < best[1] / best[0]:
                 best = before, after, chosen, apart
         if best is None:
-            self._found.left.append(LeftAlone(kind, label, members, "; ".join(reasons)))
+            self._decisions.left.append(LeftAlone(kind, label, members, "; ".join(reasons)))
             return
         before, after, chosen, apart = best
-        self._found.changed.append(Change(kind, label, members, chosen, before, after, apart))
-        self._found.called[key, name] = recipe, chosen
+        self._decisions.changed.append(Change(kind, label, members, chosen, before, after, apart))
+        self._decisions.called[key, name] = recipe, chosen
 
 
 def _already_torchs(kind: str) -> str:
@@ -302,7 +304,7 @@ def _already_torchs(kind: str) -> str:
 def _compare_part(module: nn.Module, new: Function, call: Call, *, mixed: bool) -> tuple[float, str | None]:
     """The difference that the forward `new` makes, in training and evaluation; and why it cannot be used, if so."""
     worst = 0.0
-    own = type(module).forward
+    original = type(module).forward
     types: list[tuple[torch.dtype | None, torch.dtype | None]] = [(None, None)]
     if mixed:
         types += [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
@@ -328,11 +330,11 @@ def _compare_part(module: nn.Module, new: Function, call: Call, *, mixed: bool) 
 
             if inputs is not None:
                 try:
-                    run(own)
+                    run(original)
                 except (RuntimeError, TypeError):
                     continue  # its own code does not take these types
             try:
-                apart, reason = _compare(run, own, new, 0.0 if inputs is None else rounding(inputs))
+                apart, reason = _compare(run, original, new, 0.0 if inputs is None else rounding(inputs))
             except Exception as error:  # of somebody else's function
                 return worst, f"raised {type(error).__name__}: {error}"
             if reason is not None:
@@ -344,11 +346,11 @@ def _compare_part(module: nn.Module, new: Function, call: Call, *, mixed: bool) 
 
 
 def _compare(
-    run: Callable[[Function], Any], own: Function, new: Function, least: float = 0.0
+    run: Callable[[Function], Any], original: Function, new: Function, least: float = 0.0
 ) -> tuple[float, str | None]:
     """The difference of two functions, and what to say if it is above rounding, which is at `least` so much."""
-    (expected, expected_grads), (found, found_grads) = run(own), run(new)
-    apart = max(difference(found, expected), difference(found_grads, expected_grads))
+    (expected, expected_grads), (actual, actual_grads) = run(original), run(new)
+    apart = max(difference(actual, expected), difference(actual_grads, expected_grads))
     if apart <= max(least, bound(expected)):
         return apart, None
     return apart, "gives tensors of another shape or type" if apart == float("inf") else f"differs by {apart:.0e}"
@@ -387,7 +389,7 @@ class _Watched(TorchFunctionMode):
         super().__init__()
         self._names = names
         self._stack: list[str] = []
-        self.found: dict[str, set[str]] = {kind: set() for kind in KINDS}
+        self.callers: dict[str, set[str]] = {kind: set() for kind in KINDS}
 
     def enter(self, module: nn.Module) -> None:
         self._stack.append(self._names.get(id(module), ""))
@@ -398,7 +400,7 @@ class _Watched(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = self._OF.get(func)
         if kind is not None and self._stack:
-            self.found[kind].add(self._stack[-1])
+            self.callers[kind].add(self._stack[-1])
         return func(*args, **(kwargs or {}))
 
 

@@ -37,14 +37,14 @@ def choices_of(functions: Any, device: torch.device) -> dict[str, dict[str, Func
     """The functions to try of each kind, by their names."""
     if not isinstance(functions, Mapping):
         raise TypeError(f'functions is {kind_of(functions)}; it must be a dict such as {{"rms_norm": "torch"}}')
-    found = {}
+    choices = {}
     for kind, given in functions.items():
         if kind not in KINDS:
             near = difflib.get_close_matches(str(kind), KINDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(KINDS)}"
             raise ValueError(f"functions has the unknown kind {kind!r}; {hint}")
-        found[kind] = _functions_of(kind, given, device)
-    return found
+        choices[kind] = _functions_of(kind, given, device)
+    return choices
 
 
 def _functions_of(kind: str, given: Any, device: torch.device) -> dict[str, Function]:
@@ -61,8 +61,8 @@ def _functions_of(kind: str, given: Any, device: torch.device) -> dict[str, Func
             raise ValueError(f"functions[{kind!r}] is 'liger', and {missing}: take 'torch', or a function of your own")
         return {f"Liger's {kind}": _liger()[kind]}
     if given == "auto":
-        own = {f"torch's {kind}": TORCH[kind]} if kind in TORCH else {}
-        return own if without_liger(device) else {**own, f"Liger's {kind}": _liger()[kind]}
+        fused = {f"torch's {kind}": TORCH[kind]} if kind in TORCH else {}
+        return fused if without_liger(device) else {**fused, f"Liger's {kind}": _liger()[kind]}
     if isinstance(given, type) and issubclass(given, nn.Module):
         if kind not in ("rms_norm", "layer_norm"):
             raise ValueError(

@@ -71,15 +71,15 @@ def _gradients(
     return list(torch.autograd.grad(outputs, wanted, weights, allow_unused=True))
 
 
-def difference(found: Iterable[Any], expected: Iterable[Any]) -> float:
+def difference(actual: Iterable[Any], expected: Iterable[Any]) -> float:
     """The largest difference of two lists of tensors, in parts of the largest value; infinite for other shapes."""
-    found, expected = list(found), list(expected)
-    if len(found) != len(expected):
+    actual, expected = list(actual), list(expected)
+    if len(actual) != len(expected):
         return float("inf")
     sizes = [0.0 if t is None or not t.numel() else t.abs().max().item() for t in expected]
     floor = _LEAST_SCALE * max(sizes, default=0.0)
     worst = 0.0
-    for one, other, size in zip(found, expected, sizes, strict=True):
+    for one, other, size in zip(actual, expected, sizes, strict=True):
         if one is None or other is None:
             if (one is None) != (other is None) and (one if other is None else other).abs().max() > floor:
                 return float("inf")

@@ -50,13 +50,13 @@ class Norm:
     eps: float
     keeps_type: bool
 
-    def build(self, fast: Function, own: Function) -> Function:
-        """The new forward. `own` is the module's own, which is called as ``own(module, ...)``."""
+    def build(self, fast: Function, original: Function) -> Function:
+        """The new forward. `original` is the module's own, which is called as ``original(module, ...)``."""
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if len(args) + len(kwargs) != 1:
-                return own(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             given = args[0] if args else next(iter(kwargs.values()))
             x = given
             parameters: list[Any] = [
@@ -68,10 +68,10 @@ class Norm:
                 wide = torch.promote_types(x.dtype, next(p.dtype for p in parameters if p is not None))
                 x, parameters = x.to(wide), [None if p is None else p.to(wide) for p in parameters]
             if self.kind == "rms_norm":
-                found = fast(x, (x.shape[-1],), parameters[0], self.eps)
+                normalized = fast(x, (x.shape[-1],), parameters[0], self.eps)
             else:
-                found = fast(x, (x.shape[-1],), *parameters, self.eps)
-            return found.to(given.dtype) if self.keeps_type else found
+                normalized = fast(x, (x.shape[-1],), *parameters, self.eps)
+            return normalized.to(given.dtype) if self.keeps_type else normalized
 
         return forward
 
@@ -90,13 +90,13 @@ class SwiGLU:
     gate_first: bool = True
     kind = "swiglu"
 
-    def build(self, fast: Function, own: Function) -> Function:
+    def build(self, fast: Function, original: Function) -> Function:
         """As :meth:`Norm.build`."""
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if len(args) + len(kwargs) != 1:
-                return own(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             x = args[0] if args else next(iter(kwargs.values()))
             if self.up is None:
                 first, second = getattr(module, self.gate)(x).chunk(2, -1)
@@ -134,34 +134,34 @@ class SelfAttention:
     def heads(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Queries, keys and values [batch, heads, time, head size] of the input layers' `outputs`."""
         if len(outputs) == 3:
-            return [each.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for each in outputs]
+            return [tensor.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for tensor in outputs]
         if self.layout == "parts":
-            return [each.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for each in outputs[0].chunk(3, -1)]
-        return [each.transpose(1, 2) for each in outputs[0].unflatten(-1, (-1, 3, self.head_size)).unbind(-2)]
+            return [tensor.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for tensor in outputs[0].chunk(3, -1)]
+        return [tensor.transpose(1, 2) for tensor in outputs[0].unflatten(-1, (-1, 3, self.head_size)).unbind(-2)]
 
     def mixed(self, fast: Function, outputs: list[torch.Tensor]) -> torch.Tensor:
         """What the output layer gets: [batch, time, features]."""
         query, key, value = self.heads(outputs)
         grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-        found = fast(
+        attended = fast(
             query, key, value, attn_mask=None, dropout_p=0.0, is_causal=self.causal, scale=self.scale, **grouped
         )
-        mixed: torch.Tensor = found.transpose(1, 2).flatten(2)
+        mixed: torch.Tensor = attended.transpose(1, 2).flatten(2)
         return mixed
 
-    def build(self, fast: Function, own: Function) -> Function:
+    def build(self, fast: Function, original: Function) -> Function:
         """As :meth:`Norm.build`."""
         expected = dict(self.others)
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             given: dict[Slot, Any] = dict(enumerate(args[1:], 1))
             given.update(kwargs)
             if not args or given.keys() != expected.keys() or any(not _same(given[k], expected[k]) for k in given):
-                return own(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             outputs = [getattr(module, name)(args[0]) for name in self.inputs]
-            found = getattr(module, self.output)(self.mixed(fast, outputs))
-            return found if self.nones is None else (found, *(None,) * self.nones)
+            output = getattr(module, self.output)(self.mixed(fast, outputs))
+            return output if self.nones is None else (output, *(None,) * self.nones)
 
         return forward
 
@@ -181,13 +181,13 @@ class Loss:
     others: tuple[tuple[Slot, Any], ...] = ()
     kind = "cross_entropy"
 
-    def build(self, fast: Function, own: Function) -> Function:
+    def build(self, fast: Function, original: Function) -> Function:
         """As :meth:`Norm.build`; of a function, too, whose first argument is then no module."""
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not _rest_is(self.others, {self.logits, self.targets}, args, kwargs):
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             logits, targets = (argument(slot, args, kwargs) for slot in (self.logits, self.targets))
             return fast(
                 logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index, reduction=self.reduction
@@ -215,13 +215,13 @@ class Rotary:
     others: tuple[tuple[Slot, Any], ...]
     kind = "rotary"
 
-    def build(self, fast: Function, own: Function) -> Function:
-        """The new function. `own` is the one that it replaces."""
+    def build(self, fast: Function, original: Function) -> Function:
+        """The new function. `original` is the one that it replaces."""
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not _rest_is(self.others, set(self.slots), args, kwargs):
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             return tuple(fast(*(argument(slot, args, kwargs) for slot in self.slots)))
 
         return call
@@ -253,25 +253,25 @@ class AttentionCall:
     nones: int | None
     kind = "attention"
 
-    def build(self, fast: Function, own: Function) -> Function:
+    def build(self, fast: Function, original: Function) -> Function:
         """As :meth:`Rotary.build`."""
         known: set[Slot] = {*self.slots, *self.unread}
         known |= {slot for slot in (self.scale, self.mask) if slot is not None}
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             mask = None if self.mask is None else argument(self.mask, args, kwargs)
             if (self.mask is not None and mask is None) or not _rest_is(self.others, known, args, kwargs):
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             states = [argument(slot, args, kwargs) for slot in self.slots]
             if not self.heads_first:
                 states = [state.transpose(1, 2) for state in states]
             scale = None if self.scale is None else argument(self.scale, args, kwargs)
             grouped = {"enable_gqa": True} if states[0].shape[1] != states[1].shape[1] else {}
-            found = fast(*states, attn_mask=mask, dropout_p=0.0, is_causal=self.causal, scale=scale, **grouped)
+            output = fast(*states, attn_mask=mask, dropout_p=0.0, is_causal=self.causal, scale=scale, **grouped)
             if not self.output_heads_first:
-                found = found.transpose(1, 2).contiguous()
-            return found if self.nones is None else (found, *(None,) * self.nones)
+                output = output.transpose(1, 2).contiguous()
+            return output if self.nones is None else (output, *(None,) * self.nones)
 
         return call
 

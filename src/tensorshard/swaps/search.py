@@ -69,8 +69,8 @@ def find_recipe(module: nn.Module, call: Call) -> ModuleRecipe | None:
             return None if loss is None else loss.of_module()
         return None
     finally:
-        for each in module.modules():
-            each.training = was[id(each)]
+        for submodule in module.modules():
+            submodule.training = was[id(submodule)]
 
 
 # -- norms --
@@ -115,9 +115,9 @@ def _find_norm(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _norms(names: list[str], eps: list[float]) -> Iterator[Norm]:
     pairs = set(itertools.permutations([*names, None, None], 2))
-    whole = [pair for pair in pairs if len([name for name in pair if name]) == len(names)]
+    complete_pairs = [pair for pair in pairs if len([name for name in pair if name]) == len(names)]
     for kind, (weight, bias), offset, number in itertools.product(
-        ("rms_norm", "layer_norm"), whole, (0.0, 1.0), dict.fromkeys(eps)
+        ("rms_norm", "layer_norm"), complete_pairs, (0.0, 1.0), dict.fromkeys(eps)
     ):
         if not (kind == "rms_norm" and bias) and not (offset and not weight):
             yield Norm(kind, weight, bias, offset, number, True)
@@ -160,7 +160,7 @@ class _Layers:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.simple = all(len(each) == 1 for each in self._given) and len(set(self.names)) == len(self.names)
+        self.simple = all(len(arguments) == 1 for arguments in self._given) and len(set(self.names)) == len(self.names)
 
     def _note(self, name: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -180,7 +180,7 @@ class _Layers:
             and len(self.names) > 1
             and bool(first)
             and difference(first, self.outputs[-1:]) == 0
-            and all(each.shape == self.inputs[0].shape for each in self.inputs[:-1])
+            and all(tensor.shape == self.inputs[0].shape for tensor in self.inputs[:-1])
             and difference(self.inputs[:-1], [self.inputs[0]] * (len(self.inputs) - 1)) == 0
         )
 
@@ -221,7 +221,7 @@ def _find_attention(module: nn.Module, call: Call) -> SelfAttention | None:
         return None
     *inner, last = layers.names
     mixed = layers.inputs[-1]
-    widths = [each.shape[-1] for each in layers.outputs[:-1]]
+    widths = [tensor.shape[-1] for tensor in layers.outputs[:-1]]
     width = mixed.shape[-1]
     if mixed.ndim != 3 or widths[0] != (width if len(inner) == 3 else 3 * width):
         return None
@@ -263,7 +263,7 @@ def _find_rotary(output: Any, slots: list[tuple[Slot, Any]], states: list[tuple[
         return None
     others = _constants(slots, [slot for slot, _ in states])
     try:
-        expected = [_rotated(each, cos, sin) for each in (query, key)]
+        expected = [_rotated(state, cos, sin) for state in (query, key)]
     except RuntimeError:  # heads are not the second dimension
         return None
     if others is None or difference(list(output), expected) > _CLOSE:
@@ -281,8 +281,8 @@ def _find_attention_call(
     function: Callable[..., Any], output: Any, slots: list[tuple[Slot, Any]], states: list[tuple[Slot, torch.Tensor]]
 ) -> AttentionCall | None:
     (_, query), (_, key), (_, value) = states[:3]
-    found = output[0] if isinstance(output, tuple) and output else output
-    if not isinstance(found, torch.Tensor) or found.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+    attended = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(attended, torch.Tensor) or attended.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         return None
     masks = [(s, v) for s, v in slots if isinstance(v, torch.Tensor) and s not in [slot for slot, _ in states[:3]]]
     unread = _unread_keywords(function, [slot for slot, _ in slots])
@@ -296,7 +296,7 @@ def _find_attention_call(
     for heads_first, out_first, causal, (scale, number) in itertools.product(
         (True, False), (False, True), (False,) if mask else (False, True), scales
     ):
-        given = [query, key, value] if heads_first else [each.transpose(1, 2) for each in (query, key, value)]
+        given = [query, key, value] if heads_first else [state.transpose(1, 2) for state in (query, key, value)]
         if given[0].shape[1] % given[1].shape[1] or given[1].shape[:3] != given[2].shape[:3]:
             continue
         try:
@@ -306,7 +306,7 @@ def _find_attention_call(
             )  # fmt: skip
         except RuntimeError:  # shapes of another layout
             continue
-        if difference([mixed if out_first else mixed.transpose(1, 2)], [found]) < _CLOSE:
+        if difference([mixed if out_first else mixed.transpose(1, 2)], [attended]) < _CLOSE:
             others = _constants(slots, [*used, scale, *unread, *([mask[0]] if mask else [])])
             if others is None:
                 return None
@@ -341,20 +341,20 @@ def find_loss(function: Callable[..., Any], call: Call) -> Loss | None:
         replaced = [given.get(slot, value) for slot, value in enumerate(args)]
         try:
             with torch.no_grad():
-                found = function(*replaced, **{name: given.get(name, value) for name, value in kwargs.items()})
+                loss = function(*replaced, **{name: given.get(name, value) for name, value in kwargs.items()})
         except (RuntimeError, IndexError, ValueError):
             return None
-        return found if isinstance(found, torch.Tensor) and found.ndim == 0 else None
+        return loss if isinstance(loss, torch.Tensor) and loss.ndim == 0 else None
 
     for reduction, ignored in itertools.product(("mean", "sum"), dict.fromkeys((*named, -100, -1))):
         some = labels.clone()
         some[:2] = ignored
         expected = [F.cross_entropy(values, t, ignore_index=ignored, reduction=reduction) for t in (labels, some)]
         for tried, wanted in zip((labels, some), expected, strict=True):
-            found = run(tried)
-            if found is None and tried is some:
-                found = wanted  # its own code fails on such a label, so that none of them is ever there
-            if found is None or difference([found], [wanted]) > _CLOSE:
+            loss = run(tried)
+            if loss is None and tried is some:
+                loss = wanted  # its own code fails on such a label, so that none of them is ever there
+            if loss is None or difference([loss], [wanted]) > _CLOSE:
                 break
         else:
             return Loss(logits[0][0], targets[0][0], reduction, ignored, others)

@@ -65,7 +65,7 @@ class Swaps:
                 f"({c.before / c.after:.2f} times as fast), differs by {c.difference:.0e}"
             )
         lines.append(f"left alone ({len(self.left)})")
-        lines += [f"  {each.kind}: {_modules(each)}: {each.reason}" for each in self.left]
+        lines += [f"  {entry.kind}: {_modules(entry)}: {entry.reason}" for entry in self.left]
         if self.step is not None:
             before, after = self.step
             lines.append(
@@ -139,7 +139,7 @@ def swap(
         raise TypeError(f"min_speedup={min_speedup!r} was given; it must be a number, such as 1.1")
     device = next((p.device for p in model.parameters()), default_device())
     choices = choices_of(dict.fromkeys(KINDS, "auto") if functions is None else functions, device)
-    table = {(kind, label): function for kind, found in choices.items() for label, function in found.items()}
+    table = {(kind, label): function for kind, by_label in choices.items() for label, function in by_label.items()}
 
     def decide() -> Decisions:
         with restored_globals(model):

@@ -62,7 +62,7 @@ class EstimatedRun:
         inputs, targets = self._batch(settings.global_batch_size // resolved.dp_size)
         split = (resolved.tp, resolved.sequence_parallel)
         decisions = Decisions(table=self._tables.get(split), recorded=self._shared.recorded)
-        found = estimate(
+        estimated = estimate(
             plan=resolved,
             world_size=self._world_size,
             inputs=inputs,
@@ -73,16 +73,16 @@ class EstimatedRun:
             decisions=decisions,
         )
         self._tables[split], self._shared.recorded = decisions.table, decisions.recorded
-        return found
+        return estimated
 
-    def changes_that_fit(self, found: Estimate, memory: int) -> list[Change]:
-        """The cheapest changes of the plan of `found` with which the run fits into `memory` bytes of each device."""
-        batch = self._settings.global_batch_size // found.plan.dp_size
+    def changes_that_fit(self, estimate: Estimate, memory: int) -> list[Change]:
+        """The cheapest changes of the plan of `estimate` with which the run fits into `memory` bytes of each device."""
+        batch = self._settings.global_batch_size // estimate.plan.dp_size
 
         def needed(plan: Plan) -> int:
-            return (found if plan == found.plan else self.estimate(plan)).largest.peak_device
+            return (estimate if plan == estimate.plan else self.estimate(plan)).largest.peak_device
 
-        return find_changes(found.plan, memory, needed, batch=batch)
+        return find_changes(estimate.plan, memory, needed, batch=batch)
 
     def _batch(self, samples: int) -> Any:
         """A batch of the first sample, again and again: only its shapes matter."""
@@ -122,38 +122,40 @@ def estimate_first(
         ConfigError: the live tensors alone are more than this machine has memory for.
     """
     try:
-        found = in_forked_process(lambda: estimate_run(config, world_size, device="cuda" if gpus else "cpu"), PATIENCE)
+        estimate = in_forked_process(
+            lambda: estimate_run(config, world_size, device="cuda" if gpus else "cpu"), PATIENCE
+        )
     except ForkFailed as error:
         return None, [f"no estimate of memory: {error}"]
-    lines = _said_of(found)
-    there = memory_of_gpus() if gpus else available_on_host()
-    peaks = found.peaks
-    if there is not None:
+    lines = _peak_lines(estimate)
+    available = memory_of_gpus() if gpus else available_on_host()
+    peaks = estimate.peaks
+    if available is not None:
         needed = max(peaks) if gpus else max(sum(peaks[i : i + ranks_here]) for i in range(0, world_size, ranks_here))
         of = f"{size_text(needed)} of live tensors on " + ("one GPU" if gpus else f"this machine's {ranks_here} ranks")
-        has = f"{size_text(there)} " + ("of its memory" if gpus else "of memory that is available")
-        if needed > there and not force:
+        has = f"{size_text(available)} " + ("of its memory" if gpus else "of memory that is available")
+        if needed > available and not force:
             raise ConfigError(
                 f"this run cannot fit: it is estimated to hold {of}, of {has}; `tensorshard estimate` with "
-                f"--world-size {world_size} --memory {_per_rank(there, ranks_here, gpus)} says what would fit, and "
+                f"--world-size {world_size} --memory {_per_rank(available, ranks_here, gpus)} says what would fit, and "
                 f"--force starts the run all the same"
             )
-        lines.append(f"{'does not fit' if needed > there else 'fits'}: {of}, of {has}")
-    return found, lines
+        lines.append(f"{'does not fit' if needed > available else 'fits'}: {of}, of {has}")
+    return estimate, lines
 
 
 def _per_rank(there: int, ranks_here: int, gpus: bool) -> str:
     return f"{(there if gpus else there // ranks_here) >> 20}MiB"
 
 
-def _said_of(found: Estimate) -> list[str]:
-    if len(found.ranks) > 1:
-        return stage_lines(found.ranks)
-    return [f"peak           {size_text(found.largest.peak_allocated)} of live tensors a rank, in "
-            f"{found.largest.phase}", f"mostly         {'  '.join(_most(found))}"]  # fmt: skip
+def _peak_lines(estimate: Estimate) -> list[str]:
+    if len(estimate.ranks) > 1:
+        return stage_lines(estimate.ranks)
+    return [f"peak           {size_text(estimate.largest.peak_allocated)} of live tensors a rank, in "
+            f"{estimate.largest.phase}", f"mostly         {'  '.join(_most(estimate))}"]  # fmt: skip
 
 
-def _most(found: Estimate) -> Iterator[str]:
-    held = sorted(found.largest.by_category.items(), key=lambda item: -item[1])
-    for name, nbytes in held[:_SHOWN]:
+def _most(estimate: Estimate) -> Iterator[str]:
+    sizes = sorted(estimate.largest.by_category.items(), key=lambda item: -item[1])
+    for name, nbytes in sizes[:_SHOWN]:
         yield f"{name} {size_text(nbytes)}"

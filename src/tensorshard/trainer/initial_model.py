@@ -121,12 +121,12 @@ class RunParts:
         """Inputs and targets of the first samples of the training data; of all, if these are fewer."""
         if is_stream(self._data):
             return self.collate(list(islice(iter(copy.deepcopy(self._data)), samples)))
-        found = []
+        first_samples = []
         for index in range(samples):
             try:
-                found.append(self._data[index])
+                first_samples.append(self._data[index])
             except IndexError:
                 break
-        if not found:
+        if not first_samples:
             raise ConfigError("data.train has no samples")
-        return self.collate(found)
+        return self.collate(first_samples)

@@ -43,8 +43,8 @@ def run(results: str) -> None:
     context = process_bytes(device)
     rates, notes = measure_rates(device, size)
     if dist.get_rank() == 0:
-        found = {"memory": memory_of(device), "context": context, "rates": asdict(rates), "notes": notes}
-        Path(results).write_text(json.dumps(found))
+        measured = {"memory": memory_of(device), "context": context, "rates": asdict(rates), "notes": notes}
+        Path(results).write_text(json.dumps(measured))
     dist.destroy_process_group()
 
 
@@ -90,8 +90,8 @@ def process_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return Hardware.context
     gc.collect()
-    held = held_memory()
-    return 0 if held is None else held.now
+    memory = held_memory()
+    return 0 if memory is None else memory.now
 
 
 def memory_of(device: torch.device) -> int:
@@ -187,10 +187,10 @@ def link_rates(group: dist.ProcessGroup, device: torch.device) -> Link:
     for nbytes in (_SMALL, _LARGE):
         output = torch.zeros(nbytes // 4, device=device)
         mine = output.chunk(group.size())[group.rank()].clone()
-        found = torch.tensor(_best(lambda o=output, m=mine: all_gather_into(o, m, group), device, wall=True))  # type: ignore[misc]
-        found = found.to(device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        seconds[nbytes] = found.item()
+        elapsed = torch.tensor(_best(lambda o=output, m=mine: all_gather_into(o, m, group), device, wall=True))  # type: ignore[misc]
+        elapsed = elapsed.to(device)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX, group=group)
+        seconds[nbytes] = elapsed.item()
     others = group.size() - 1
     sent = (_LARGE - _SMALL) * others / group.size()
     return Link(sent / max(seconds[_LARGE] - seconds[_SMALL], 1e-9), seconds[_SMALL] / others, (0.6, 1.0))

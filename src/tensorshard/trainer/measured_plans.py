@@ -24,8 +24,8 @@ from tensorshard.trainer.loaders import Collate
 _STEPS = 2  # the first one makes the optimizer's states and fills caches; the last one counts
 
 
-def measure_plans(found: PlanSearch, config: DictConfig, count: int) -> PlanSearch:
-    """`found` with the seconds of a step under its `count` best plans; these come first, in the order of the seconds.
+def measure_plans(search: PlanSearch, config: DictConfig, count: int) -> PlanSearch:
+    """`search` with the seconds of a step under its `count` best plans; these come first, in the order of the seconds.
 
     Each plan is run by ranks of its own, as ``tensorshard train`` starts them. A plan that fails, as one that takes too
     much memory, comes last.
@@ -34,11 +34,11 @@ def measure_plans(found: PlanSearch, config: DictConfig, count: int) -> PlanSear
         LaunchError: this machine cannot run so many ranks.
         LaunchInterrupted: a signal ended the run.
     """
-    world = World(nproc=found.world_size)
-    measured = [_measure(one, config, found.global_batch, world) for one in found.plans[:count]]
+    world = World(nproc=search.world_size)
+    measured = [_measure(one, config, search.global_batch, world) for one in search.plans[:count]]
     measured.sort(key=lambda one: (one.failed != "", one.measured_seconds or 0.0))
     fast = [one for one in measured if not one.failed]
-    return replace(found, plans=[*fast, *found.plans[count:], *(one for one in measured if one.failed)])
+    return replace(search, plans=[*fast, *search.plans[count:], *(one for one in measured if one.failed)])
 
 
 def _measure(one: FoundPlan, config: DictConfig, global_batch: int, world: World) -> FoundPlan:

@@ -71,7 +71,7 @@ def memory_of_gpus() -> int | None:
     if tool is None:
         return None
     try:
-        said = subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(int(line) for line in said.split()) << 20
+        output = subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=20, check=True).stdout
+        return min(int(line) for line in output.split()) << 20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

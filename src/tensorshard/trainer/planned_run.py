@@ -47,10 +47,10 @@ class PlanRequest:
         """The fields of the config's `plan` that a search must not change."""
         values = {f.name: getattr(plan, f.name) for f in fields(Plan)}
         if self.automatic:
-            kept = (set(values) - set(SEARCHED)) | (self.given - self.free)
+            names = (set(values) - set(SEARCHED)) | (self.given - self.free)
         else:
-            kept = set(values) - self.free
-        return {name: value for name, value in values.items() if name in kept}
+            names = set(values) - self.free
+        return {name: value for name, value in values.items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -183,15 +183,15 @@ def choose_for_run(
         hardware = hardware_here()
     except ValueError as error:
         raise ConfigError(f"train.plan=auto: {error}") from error
-    there = memory_of_gpus() if gpus else available_on_host()
-    memory = there if gpus or there is None else there // ranks_here
+    available = memory_of_gpus() if gpus else available_on_host()
+    memory = available if gpus or available is None else available // ranks_here
 
     def search() -> PlanSearch:
         return plans_of_run(config, request, world_size, hardware=hardware, memory=memory, top=1)
 
     try:
-        found = in_forked_process(search, None, shown=True)
+        plan_search = in_forked_process(search, None, shown=True)
     except ForkFailed as error:
         raise ConfigError(f"train.plan=auto: {error}") from error
-    set_plan(config, found.best.plan)
-    return found
+    set_plan(config, plan_search.best.plan)
+    return plan_search

@@ -30,11 +30,11 @@ def print_opening(console: Console, engine: Engine, held_parameters: Sequence[in
         held_parameters: number of parameters on each rank.
         verbose: whether to print the whole: each field of the plan, and the mesh with the axes of degree 1.
     """
-    held = f"held by rank   {_by_rank(held_parameters, '{:,}'.format)}"
+    by_rank = f"held by rank   {_by_rank(held_parameters, '{:,}'.format)}"
     sections = {
         "plan": engine.plan.describe(),
         "mesh": engine.mesh.describe(),
-        "model": f"{engine.summary().describe()}\n{held}",
+        "model": f"{engine.summary().describe()}\n{by_rank}",
     }
     if verbose:
         for title, text in sections.items():
@@ -42,7 +42,7 @@ def print_opening(console: Console, engine: Engine, held_parameters: Sequence[in
             print_lines(console, text)
         return
     logger.debug("%s", "\n".join(f"{title}\n{text}" for title, text in sections.items()))
-    print_lines(console, f"plan           {engine.plan.in_short()}\n{engine.summary().describe(short=True)}\n{held}")
+    print_lines(console, f"plan           {engine.plan.in_short()}\n{engine.summary().describe(short=True)}\n{by_rank}")
 
 
 def print_summary(

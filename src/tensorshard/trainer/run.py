@@ -144,9 +144,9 @@ def _choose_plan(config: DictConfig, request: PlanRequest, device: torch.device)
     gpus = device.type == "cuda"
 
     def choose() -> tuple[Plan, Estimate]:
-        found = choose_for_run(config, request, dist.get_world_size(), ranks_here(), gpus=gpus)
-        print(f"the best plan for {found.describe()}", flush=True)
-        return found.best.plan, found.best.estimate
+        search = choose_for_run(config, request, dist.get_world_size(), ranks_here(), gpus=gpus)
+        print(f"the best plan for {search.describe()}", flush=True)
+        return search.best.plan, search.best.estimate
 
     plan, estimate = decide_once(choose, world_group())
     set_plan(config, plan)
@@ -247,16 +247,16 @@ def _prepare(
 def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimate | None, held_before: int) -> None:
     """Writes what a report of the run needs to know about this start. Collective."""
     engine = trainer.engine
-    held = _gather(held_before)
+    held_bytes = _gather(held_before)
     if engine.mesh.rank != 0:
         return
     session = Session(
         first_step=trainer.step + 1,
         steps=trainer.max_steps,
-        world_size=len(held),
+        world_size=len(held_bytes),
         device=engine.device.type,
         plan=engine.plan.to_dict(),
-        held_before_bytes=held,
+        held_before_bytes=held_bytes,
         estimated_bytes=None if expected is None else expected.peaks,
         estimated_step_seconds=None if expected is None else expected.step_seconds,
     )
@@ -387,15 +387,15 @@ def load_start(engine: Engine, start: Start) -> dict[str, Any]:
             others = [step for step in directory.checkpoint_steps() if directory.checkpoint(step) != damaged]
             if not others:
                 return None
-            said = directory.set_aside(damaged, why)
+            warning = directory.set_aside(damaged, why)
             newest = directory.newest_checkpoint()
-            return None if newest is None else (newest, said)
+            return None if newest is None else (newest, warning)
 
-        found = decide_once(pass_over, group)
-        if found is None:
+        older = decide_once(pass_over, group)
+        if older is None:
             raise error
-        checkpoint, said = found
-        _warn([said])
+        checkpoint, warning = older
+        _warn([warning])
 
 
 def _on_all_ranks(engine: Engine, checkpoint: Path | str) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def _on_all_ranks(engine: Engine, checkpoint: Path | str) -> dict[str, Any]:
     if engine.mesh.world_size > 1:
         everyone = [None] * engine.mesh.world_size
         dist.all_gather_object(everyone, damage, group=engine.mesh.world_group)
-    damages = [said for said in everyone if said is not None]
+    damages = [message for message in everyone if message is not None]
     if damages:
         raise DamagedCheckpointError(damages[0]) from error
     if error is not None:
@@ -422,5 +422,5 @@ def _on_all_ranks(engine: Engine, checkpoint: Path | str) -> dict[str, Any]:
 
 
 def _warn(sentences: list[str]) -> None:
-    for each in sentences:
-        logger.warning("%s", each)
+    for text in sentences:
+        logger.warning("%s", text)

@@ -131,31 +131,31 @@ class RunDirectory:
         """
         from tensorshard.checkpoint.integrity import why_not_whole
 
-        said = []
+        sentences = []
         newest = self.newest_checkpoint()
         for step in reversed(self.checkpoint_steps()):
             path = self.checkpoint(step)
             if newest is None or path == newest:
                 break
-            said.append(self.set_aside(path, str(why_not_whole(path))))
-        return said
+            sentences.append(self.set_aside(path, str(why_not_whole(path))))
+        return sentences
 
     def set_aside(self, path: Path | str, why: str) -> str:
         """Gives a damaged checkpoint of this run another name, under which it is not resumed from; says so.
 
         In an object store its manifest gets another name, without which the place counts as empty.
         """
-        said = f"the checkpoint {path} is damaged and is passed over; it is kept as"
+        prefix = f"the checkpoint {path} is damaged and is passed over; it is kept as"
         if isinstance(path, str):
             from tensorshard.checkpoint.destinations import withdraw
 
-            return f"{said} it is, until the run saves there, its manifest as {withdraw(path)}: {why}"
+            return f"{prefix} it is, until the run saves there, its manifest as {withdraw(path)}: {why}"
         for number in itertools.count(1):
             aside = path.with_name(f"{path.name}.damaged" + (f"-{number}" if number > 1 else ""))
             if not aside.exists():
                 break
         path.rename(aside)
-        return f"{said} {aside.name}: {why}"
+        return f"{prefix} {aside.name}: {why}"
 
     def check_not_ahead(self, step: int) -> None:
         """Whether a run may go on here after `step` steps without overwriting later work.
@@ -163,7 +163,7 @@ class RunDirectory:
         Raises:
             ConfigError: checkpoints of later steps are there.
         """
-        later = [found for found in self.checkpoint_steps() if found > step]
+        later = [saved for saved in self.checkpoint_steps() if saved > step]
         if later:
             other = "directory (--output)" if self.checkpoint_dir is None else "train.checkpoint_dir"
             raise ConfigError(

@@ -23,15 +23,15 @@ class SelfTestError(RuntimeError):
 
 def plans(world_size: int) -> dict[str, dict[str, Any]]:
     """The plans that are tried, by their names for people."""
-    found: dict[str, dict[str, Any]] = {f"ZeRO {level}": {"zero": level} for level in (0, 1, 2, 3)}
-    found["ZeRO 3, recomputed"] = {"zero": 3, "recompute": "full"}
+    plans: dict[str, dict[str, Any]] = {f"ZeRO {level}": {"zero": level} for level in (0, 1, 2, 3)}
+    plans["ZeRO 3, recomputed"] = {"zero": 3, "recompute": "full"}
     if world_size % 2 == 0:
-        found["tp 2"] = {"tp": 2}
-        found["tp 2, sequence parallel"] = {"tp": 2, "sequence_parallel": True}
-        found["pp 2"] = {"pp": 2, "micro_batches": 2}
+        plans["tp 2"] = {"tp": 2}
+        plans["tp 2, sequence parallel"] = {"tp": 2, "sequence_parallel": True}
+        plans["pp 2"] = {"pp": 2, "micro_batches": 2}
     if world_size % 4 == 0:
-        found["tp 2 x pp 2"] = {"tp": 2, "pp": 2, "micro_batches": 2}
-    return found
+        plans["tp 2 x pp 2"] = {"tp": 2, "pp": 2, "micro_batches": 2}
+    return plans
 
 
 def run(only: Container[str] | None = None) -> None:
@@ -99,8 +99,8 @@ def _alone(device: torch.device) -> list[float]:
 
 def _difference(fields: dict[str, Any], expected: list[float], device: torch.device) -> float:
     engine = parallelize(_model, Plan(**fields), optimizer=_OPTIMIZER, loss_fn=next_token_loss, device=device)
-    found = []
+    losses = []
     for step in range(_STEPS):
         inputs, targets = (part.tensor_split(engine.mesh.dp_size)[engine.mesh.dp_rank] for part in _batch(step, device))
-        found.append(engine.step(inputs, targets).item())
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+        losses.append(engine.step(inputs, targets).item())
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))

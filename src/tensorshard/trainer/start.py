@@ -118,11 +118,11 @@ def begun_anywhere(group: dist.ProcessGroup) -> RunDirectory | None:
     A collective of `group`. Workers that are started again as a machine has joined count as no restart of the others.
     """
     file = Path(os.environ[RUN_FILE]) if RUN_FILE in os.environ else None
-    own = file.read_text() if file is not None and file.is_file() else None
-    everyone: list[str | None] = [own]
+    local_path = file.read_text() if file is not None and file.is_file() else None
+    everyone: list[str | None] = [local_path]
     if group.size() > 1:
         everyone = [None] * group.size()
-        dist.all_gather_object(everyone, own, group=group)
+        dist.all_gather_object(everyone, local_path, group=group)
     noted = next((path for path in everyone if path is not None), None)
     return None if noted is None else RunDirectory(Path(noted))
 

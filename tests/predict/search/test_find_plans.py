@@ -81,7 +81,7 @@ def plenty() -> ts.PlanSearch:
 @pytest.mark.slow
 def test_the_best_by_its_estimate_is_found_and_predictions_are_near_estimates():
     done = search(fixed={"sequence_parallel": False})
-    best = done.found[0]
+    best = done.fitting[0]
     off = []
     for one in done.considered:
         was_estimated = one.is_estimated

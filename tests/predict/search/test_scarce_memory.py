@@ -97,7 +97,7 @@ def test_the_part_of_activations_that_a_rank_keeps(schedule, stages):
 def test_a_plan_that_fits_is_found_where_the_fastest_do_not(monkeypatch):
     fixed = {"tp": 1, "pp": 1, "offload": None}
     problem = make_problem(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))
-    least = Search(problem).run(BY_MEMORY, 1, Progress()).found[0].memory
+    least = Search(problem).run(BY_MEMORY, 1, Progress()).fitting[0].memory
     monkeypatch.setattr(
         import_module("tensorshard.predict.search.find_plans"), "_TRIES", 2
     )  # so that those with the least memory are soon tried

@@ -53,14 +53,14 @@ def candidates(problem: SearchProblem, expert_parts: Sequence[int] = (1,)) -> tu
         expert_parts: over how many ranks the model's experts can be split.
     """
     refused: dict[str, str] = {}
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for tp, pp, cp, dp in _splits(problem, refused):
         for shape in _shapes(problem, tp, pp, cp, dp, expert_parts):
             for plan in _plans(problem, shape, problem.global_batch // dp, refused):
                 size = problem.global_batch // dp // plan.micro_batches
-                found.append(Candidate(plan, size, len(found)))
-    there = {_region(candidate.plan) for candidate in found}
-    return found, [Refusal(region, reason) for region, reason in refused.items() if region not in there]
+                candidates.append(Candidate(plan, size, len(candidates)))
+    regions = {_region(candidate.plan) for candidate in candidates}
+    return candidates, [Refusal(region, reason) for region, reason in refused.items() if region not in regions]
 
 
 def _splits(problem: SearchProblem, refused: dict[str, str]) -> Iterator[tuple[int, int, int, int]]:
@@ -175,8 +175,8 @@ def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: d
                     if math.gcd(shape["cp"], batch // count) > 1 and not problem.fixed.keys() & _OF_SAMPLES:
                         continue  # with more data ranks, each micro-batch has fewer samples, and nothing is exchanged
                     chosen = {**shape, "zero": zero, "recompute": recompute, "offload": offload, "micro_batches": count}
-                    whole = recompute != "none" or shape["tp"] > 1 or (zero == 3 and several)
-                    if whole and shape["pp_schedule"] == "zbv" and "pp_schedule" not in problem.fixed:
+                    is_backward_whole = recompute != "none" or shape["tp"] > 1 or (zero == 3 and several)
+                    if is_backward_whole and shape["pp_schedule"] == "zbv" and "pp_schedule" not in problem.fixed:
                         continue  # if backward is not split in two halves, zbv is no better than the others
                     try:
                         plan = problem.plan(**chosen).resolve(problem.world_size)

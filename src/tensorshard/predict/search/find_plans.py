@@ -102,9 +102,9 @@ def find_plans(
         >>> adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
         >>> build = functools.partial(torch.nn.Linear, 64, 64)
         >>> batch = torch.zeros(8, 64)
-        >>> found = ts.find_plans(build, world_size=2, inputs=batch, targets=batch, optimizer=adamw, top=1,
-        ...                       loss_fn=torch.nn.functional.mse_loss, hardware="h100", fixed={"tp": 1, "pp": 1})
-        >>> found.best.plan.dp_shard * found.best.plan.dp_replicate
+        >>> search = ts.find_plans(build, world_size=2, inputs=batch, targets=batch, optimizer=adamw, top=1,
+        ...                        loss_fn=torch.nn.functional.mse_loss, hardware="h100", fixed={"tp": 1, "pp": 1})
+        >>> search.best.plan.dp_shard * search.best.plan.dp_replicate
         2
     """
     check_objective(objective, step_time, top)
@@ -125,7 +125,7 @@ def find_plans(
         return _answer(_cheapest(problem, top, step_time, progress), top, by_memory=False)
     by_memory = objective == "memory"
     search = _best(Search(problem), BY_MEMORY if by_memory else BY_TIME, top, progress)
-    if not search.found:
+    if not search.fitting:
         raise nothing_fits(search, progress)
     return _answer(search, top, by_memory=by_memory)
 
@@ -133,9 +133,9 @@ def find_plans(
 def _best(search: Search, key: Key, top: int, progress: Progress) -> Search:
     """Runs the search. If none of the best plans fits, those that take the least memory are tried next."""
     search.run(key, top, progress, max_misfits=_TRIES)
-    if not search.found and not search.exhausted:
+    if not search.fitting and not search.exhausted:
         search.run(BY_MEMORY, 1, progress, stop_at_first_fit=True)
-        if search.found:
+        if search.fitting:
             search.run(key, top, progress)
     return search
 
@@ -152,23 +152,23 @@ def _cheapest(problem: SearchProblem, top: int, step_time: float, progress: Prog
             continue
         asked = problem.with_changes(world_size=devices)
         search = Search(asked, search.traces, search.facts).run(BY_TIME, top, progress, longest=step_time)
-        if search.found:
+        if search.fitting:
             return search
     fastest = _best(Search(problem, search.traces, search.facts), BY_TIME, 1, progress)
-    if not fastest.found:
+    if not fastest.fitting:
         raise nothing_fits(fastest, progress)
     raise ValueError(
         f"step_time={step_time:g} was asked for, and the fastest plan of all {problem.world_size} ranks takes "
-        f"{seconds_words(fastest.found[0].seconds)}; allow more time, or more devices"
+        f"{seconds_words(fastest.fitting[0].seconds)}; allow more time, or more devices"
     )
 
 
 def _answer(search: Search, top: int, *, by_memory: bool) -> PlanSearch:
-    best = search.found[0]
+    best = search.fitting[0]
     problem = search.problem
     not_chosen = rejections(search, best, by_memory=by_memory)
     plans = []
-    for one in search.found[:top]:
+    for one in search.fitting[:top]:
         assert one.estimate is not None  # every plan that was found was estimated
         plans.append(FoundPlan(one.plan, one.estimate, one.seconds, found_reasons(one, best)))
     return PlanSearch(
@@ -211,7 +211,7 @@ def choose_plan(
         memory = room_for_rank(ranks_here()) if hardware.is_cpu else None  # a container may have less than the machine
 
         def search() -> tuple[dict[str, Any], str]:
-            found = find_plans(
+            plan_search = find_plans(
                 model,
                 world_size=ranks,
                 inputs=inputs,
@@ -223,13 +223,13 @@ def choose_plan(
                 fixed=given,
                 top=1,
             )
-            return found.best.plan.to_dict(), found.describe()
+            return plan_search.best.plan.to_dict(), plan_search.describe()
 
         try:
-            plan, said = in_forked_process(search, None, shown=True)
+            plan, description = in_forked_process(search, None, shown=True)
         except ForkFailed as error:
             raise ValueError(f"plan 'auto': {error}") from error
-        print(f"the best plan for {said}", flush=True)
+        print(f"the best plan for {description}", flush=True)
         return plan
 
     return Plan.from_dict(decide_once(choose, world_group()))
@@ -372,9 +372,9 @@ def _changes(search: Search, progress: Progress) -> Iterator[FittingChange]:
             if problem.fixed.get("precision") == search.problem.fixed.get("precision"):
                 tried = replace(tried, traces=search.traces, facts=search.facts)
             tried.run(BY_MEMORY, 1, progress, most=_TRIES_OF_A_CHANGE, stop_at_first_fit=True)
-            if tried.found:
-                found = tried.found[0]
-                yield FittingChange(words, plan_words(found.plan), found.memory)
+            if tried.fitting:
+                candidate = tried.fitting[0]
+                yield FittingChange(words, plan_words(candidate.plan), candidate.memory)
                 break
 
 

@@ -251,11 +251,11 @@ def model_facts(
 def _with_experts(facts: ModelFacts, model: nn.Module) -> ModelFacts:
     """The facts, with those about the experts of `model`."""
     try:
-        found = find_routed_experts(model, 1)
+        calls = find_routed_experts(model, 1)
     except ValueError:  # there are none
         return facts
-    counts = math.gcd(*(call.experts for call in found.values()))
-    experts = {p for name, call in found.items() for p in call.owners(model.get_submodule(name)) if p.requires_grad}
+    counts = math.gcd(*(call.experts for call in calls.values()))
+    experts = {p for name, call in calls.items() for p in call.owners(model.get_submodule(name)) if p.requires_grad}
     trained = [p for p in model.parameters() if p.requires_grad]
     blocks = [[p for p in block.parameters() if p.requires_grad] for block in find_blocks(model).values()]
 

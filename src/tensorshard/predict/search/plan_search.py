@@ -92,14 +92,14 @@ class PlanSearch:
 
     def describe(self) -> str:
         """A table of the plans, why the first one is the best, and what was rejected; lines of at most 80 columns."""
-        measured = any(found.measured_seconds is not None or found.failed for found in self.plans)
+        measured = any(choice.measured_seconds is not None or choice.failed for choice in self.plans)
         lines = [self.title(), "", f"{'':>3}  {'measured  ' * measured:>12}{'a step':>10}  {'a rank':>10}  plan"]
-        for number, found in enumerate(self.plans, start=1):
-            head = f"{number:>3}  {_measured_words(found) * measured}{seconds_words(found.seconds):>10}  "
-            head += f"{size_text(found.memory):>10}  "
-            lines += wrap(plan_words(found.plan), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-        for number, found in enumerate(self.plans, start=1):
-            reasons = [*found.reasons, *([f"failed: {found.failed}"] if found.failed else [])]
+        for number, choice in enumerate(self.plans, start=1):
+            head = f"{number:>3}  {_measured_words(choice) * measured}{seconds_words(choice.seconds):>10}  "
+            head += f"{size_text(choice.memory):>10}  "
+            lines += wrap(plan_words(choice.plan), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+        for number, choice in enumerate(self.plans, start=1):
+            reasons = [*choice.reasons, *([f"failed: {choice.failed}"] if choice.failed else [])]
             if reasons:
                 lines += ["", f"of plan {number}:"]
                 lines += [line for reason in reasons for line in _wrapped(reason)]
@@ -115,7 +115,9 @@ class PlanSearch:
 
     def to_html(self, path: str | Path) -> None:
         """Writes a page that needs nothing else: the table, time against memory of each plan found, and the reasons."""
-        points = [Point(found.seconds, found.memory, plan_words(found.plan), found.reasons) for found in self.plans]
+        points = [
+            Point(choice.seconds, choice.memory, plan_words(choice.plan), choice.reasons) for choice in self.plans
+        ]
         page = search_page(self.title(), points, [str(refusal) for refusal in self.rejected], self._note())
         Path(path).write_text(page, encoding="utf-8")
 
@@ -127,9 +129,9 @@ class PlanSearch:
         return f"{how} The search ended at its bound of estimates: a plan that was not estimated may be better."
 
 
-def _measured_words(found: FoundPlan) -> str:
-    seconds = found.measured_seconds
-    words = "failed" if found.failed else "" if seconds is None else seconds_words(seconds)
+def _measured_words(choice: FoundPlan) -> str:
+    seconds = choice.measured_seconds
+    words = "failed" if choice.failed else "" if seconds is None else seconds_words(seconds)
     return f"{words:>10}  "
 
 
@@ -210,24 +212,24 @@ def plan_words(plan: Plan) -> str:
 
 def found_reasons(one: CandidateState, best: CandidateState) -> list[str]:
     """The reasons of a plan that was found: what it loses time to, and how far it is behind the best."""
-    said = []
+    reasons = []
     if one is not best:
-        said.append(_compared(one, best))
+        reasons.append(_compared(one, best))
     if one is best:
         for category, share in _lost(one).items():
             if share >= _WORTH_SAYING:
-                said.append(f"{_cause(one.plan, category)} loses {share:.0%} {_LOSSES[category]}")
+                reasons.append(f"{_cause(one.plan, category)} loses {share:.0%} {_LOSSES[category]}")
     if one.plan.cp > 1 and one.estimate is not None:
         exchanged = one.estimate.largest.traffic.get("cp", {}).values()
         received = size_text(int(sum(traffic.sent for traffic in exchanged)))
-        said.append(f"cp={one.plan.cp} splits sequences, of which each rank receives {received} in a step")
-    return said
+        reasons.append(f"cp={one.plan.cp} splits sequences, of which each rank receives {received} in a step")
+    return reasons
 
 
 def rejections(search: Search, best: CandidateState, *, by_memory: bool) -> list[Refusal]:
     """For each other value of a field than the best plan's: why no plan with it was chosen. The last line has those of
     which nothing is known but a prediction, without its numbers."""
-    said, predicted = [], []
+    refusals, predicted = [], []
     for name in _TOLD:
         values = {getattr(one.plan, name) for one in search.considered} - {getattr(best.plan, name)}
         for value in sorted(values, key=_by_number):
@@ -236,10 +238,10 @@ def rejections(search: Search, best: CandidateState, *, by_memory: bool) -> list
             if why is None:
                 predicted.append(_region(name, value))
             else:
-                said.append(Refusal(_region(name, value), why))
+                refusals.append(Refusal(_region(name, value), why))
     if predicted:
-        said.append(Refusal(", ".join(predicted), "not estimated, since predicted to take longer"))
-    return said
+        refusals.append(Refusal(", ".join(predicted), "not estimated, since predicted to take longer"))
+    return refusals
 
 
 def _by_number(value: object) -> tuple[float, str]:
@@ -248,13 +250,13 @@ def _by_number(value: object) -> tuple[float, str]:
 
 def why_nothing_fits(search: Search) -> list[Refusal]:
     """For each ZeRO level and kind of recomputation, how much memory is missing."""
-    said = []
+    refusals = []
     for name in ("zero", "recompute"):
         for value in sorted({getattr(one.plan, name) for one in search.considered}, key=str):
             group = [one for one in search.considered if getattr(one.plan, name) == value and not one.refused]
             if group:
-                said.append(Refusal(_region(name, value), _excess(search, group)))
-    return said
+                refusals.append(Refusal(_region(name, value), _excess(search, group)))
+    return refusals
 
 
 def _why_not(search: Search, group: list[CandidateState], best: CandidateState, *, by_memory: bool) -> str | None:

@@ -98,15 +98,15 @@ class Predictions:
             return max(traced / kept_traced * kept_here / split, in_base * largest * of_one)
 
         of_parameters = trace.parameters, base.gradients / 4 * width
-        whole, in_parts = held_of(*of_parameters, level=4), held_of(*of_parameters, level=min(zero, 1))
-        parameters = whole
+        unsharded, in_parts = held_of(*of_parameters, level=4), held_of(*of_parameters, level=min(zero, 1))
+        parameters = unsharded
         gathered = self._gathered(plan) if zero == 3 and shard > 1 else 0.0
         if zero == 3:
             # Frozen 16-bit weights stay as they are; the trace is of ZeRO 0, which computes with them in fp32.
             narrow = self.facts.narrow if self.facts is not None and plan.precision == "fp32" else 0
             parameters = in_parts - narrow / split / shard + gathered
         elif zero and plan.precision != "fp32":
-            parameters = whole * copies + in_parts * (1 - copies)
+            parameters = unsharded * copies + in_parts * (1 - copies)
         gradients = held_of(trace.gradients, base.gradients, level=2)
         if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
             gradients /= 2  # those of a single micro-batch are reduced as they come
@@ -114,21 +114,22 @@ class Predictions:
         if plan.offloaded is not None:
             gradients, optimizer = 0.0, 0.0
             if not self.problem.on_cpus:  # master weights are in the host's memory
-                parameters = gathered if zero == 3 and shard > 1 else whole * copies
+                parameters = gathered if zero == 3 and shard > 1 else unsharded * copies
         activations = self._activations(plan, trace, key) * candidate.micro_batch / split / parts
         if plan.pp > 1:
             times = plan.micro_batches / plan.pp
             activations *= _UNEVEN * plan.pp * _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, times)
-        kept = gradients if plan.micro_batches > 1 else 0.0
+        kept_gradients = gradients if plan.micro_batches > 1 else 0.0
         if plan.pp == 1 and key == trace_key(plan):
             # The working memory of a step has a fixed part, and a part for each sample. So for fewer samples it shrinks
             # at most in proportion.
             working = _NEEDED * trace.working * min(1.0, candidate.micro_batch / trace.samples)
             activations = max(activations, working)
-        held = parameters + optimizer + max(gradients, kept + activations, gathered)  # gradients are of that size, too
+        # Gradients of gathered parameters are of their size, too.
+        total = parameters + optimizer + max(gradients, kept_gradients + activations, gathered)
         if self.problem.on_cpus:
-            return resident(int(held)) + self.problem.hardware.context_under(plan)
-        segments = -(-int(held) // SMALL_SEGMENT)  # an allocator reserves whole segments
+            return resident(int(total)) + self.problem.hardware.context_under(plan)
+        segments = -(-int(total) // SMALL_SEGMENT)  # an allocator reserves whole segments
         return max(1, segments) * SMALL_SEGMENT + self.problem.hardware.context_under(plan)
 
     def _kept_of_experts(self, ep: int, place: int = 0) -> float:
@@ -175,11 +176,12 @@ class Predictions:
         waiting = self._along_tp(trace, key, candidate, parts) + self._along_cp(trace, key, candidate)
         if key.ep == plan.ep > 1:  # before there is a trace, tokens are taken to travel in no time
             waiting += self._traced("ep", trace, candidate)
-        each = forward + backward + waiting  # of a micro-batch
-        work = each * count / plan.pp
+        per_batch = forward + backward + waiting  # of a micro-batch
+        work = per_batch * count / plan.pp
         bubble = 0.0
         if plan.pp > 1:
-            schedule, share = (plan.pp_schedule, plan.stages_per_rank, plan.pp, count), round(50 * forward / each) / 50
+            schedule = (plan.pp_schedule, plan.stages_per_rank, plan.pp, count)
+            share = round(50 * forward / per_batch) / 50
             bubble = work * _bubble(*schedule, share, may_split_backward(plan))
         passes = self._passes_over_gradients(plan) / plan.pp
         along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp, passes)
@@ -250,8 +252,8 @@ class Predictions:
         nbytes = self.facts.block_outputs / self.facts.blocks * candidate.micro_batch / self.facts.samples / plan.cp
         if plan.precision != "fp32":
             nbytes /= 2
-        each = self._transfer(Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp), plan)
-        return each * _SUMS * self.facts.blocks
+        per_sum = self._transfer(Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp), plan)
+        return per_sum * _SUMS * self.facts.blocks
 
     def _along_dp(self, plan: Plan, forward: float, backward: float, passes: float) -> float:
         """Seconds of the data axes' collectives that kernels do not hide.
@@ -356,5 +358,5 @@ def _kept(schedule: str, stages: int, ranks: int, times: float) -> float:
     if times < 1:  # as no schedule allows but gpipe, which keeps them all
         return times
     few = min(ranks, _FEW)
-    kept = kept_by_ranks(schedule, ranks=few, stages_per_rank=stages, micro_batches=few * min(4, int(times)))
-    return max(kept) / (few * stages)
+    by_rank = kept_by_ranks(schedule, ranks=few, stages_per_rank=stages, micro_batches=few * min(4, int(times)))
+    return max(by_rank) / (few * stages)

@@ -155,9 +155,9 @@ class SearchProblem:
                     if not raised_by_model(error):  # else its layers do not suit the table
                         raise
                 decisions.table = None
-        found = self._estimate(plan, world_size, samples, decisions, stop_above)
+        estimate = self._estimate(plan, world_size, samples, decisions, stop_above)
         self.tables[plan.tp, plan.sequence_parallel] = decisions.table
-        return found
+        return estimate
 
     def table_for(self, size: int, *, sequence_parallel: bool) -> VerifiedTable | None:
         """The table that was found for `size` tp ranks, or one for another number with its size changed; None if there
@@ -184,7 +184,7 @@ class SearchProblem:
     ) -> Estimate:
         inputs, targets = self.batch(self.global_batch // plan.dp_size if samples is None else samples)
         with captures_kept(self.captures):
-            found = estimate(
+            estimated = estimate(
                 self.model,
                 plan,
                 world_size=self.world_size if world_size is None else world_size,
@@ -198,12 +198,12 @@ class SearchProblem:
                 stop_above=stop_above,
             )
         self.shared.recorded = decisions.recorded
-        return found
+        return estimated
 
-    def seconds(self, found: Estimate) -> float:
+    def seconds(self, estimate: Estimate) -> float:
         """The step time of an estimate."""
-        assert found.step_seconds is not None  # the hardware has rates
-        return found.step_seconds * self.hardware.time_ratio
+        assert estimate.step_seconds is not None  # the hardware has rates
+        return estimate.step_seconds * self.hardware.time_ratio
 
     def on_cores(self, seconds: float, busy: float) -> float:
         """Seconds of a step that takes a rank `seconds`, of which it computes for `busy`, if ranks share cores."""
@@ -225,12 +225,12 @@ class SearchProblem:
         if kept not in self.shortened:
             model = FewerBlocks(self.model, tuple(equal_blocks[kept:]))
             self.shortened[kept] = replace(self, model=model, shared=Decisions(traced={}), captures={})
-        found = self.shortened[kept]
+        shortened = self.shortened[kept]
         tables: dict[tuple[int, bool], VerifiedTable | None] = {}
         table = None if tp == 1 else self.table_for(tp, sequence_parallel=sequence_parallel)
         if table is not None:
             tables[tp, sequence_parallel] = without_blocks(table, equal_blocks, kept)
-        return replace(self, model=found.model, tables=tables, shared=found.shared, captures=found.captures)
+        return replace(self, model=shortened.model, tables=tables, shared=shortened.shared, captures=shortened.captures)
 
     def with_few_blocks(
         self,
@@ -300,11 +300,11 @@ def make_problem(
         )
     if global_batch is not None:
         check_int("global_batch", global_batch, least=1)
-    found = hardware_here() if hardware is None else find_hardware(hardware)
-    assert found is not None
-    if found.rates is None:
+    profile = hardware_here() if hardware is None else find_hardware(hardware)
+    assert profile is not None
+    if profile.rates is None:
         raise ValueError(
-            f"hardware={found.name!r} has no rates, so that no plan's time is known; give one that has, such as "
+            f"hardware={profile.name!r} has no rates, so that no plan's time is known; give one that has, such as "
             f"'h100', or Hardware(..., rates=Rates(...))"
         )
     if dist.is_initialized():
@@ -312,11 +312,11 @@ def make_problem(
             "find_plans was called in a process that is in a process group already; call it before parallelize, or "
             "let parallelize(model, 'auto', ...) choose, which searches in a separate process"
         )
-    share = 1 if found.rates.asynchronous else min(world_size, found.rates.devices_per_node)
-    there = found.memory // share if memory is None else size_in_bytes("memory", memory)
-    there = int(there / found.memory_ratio)  # real runs take this times the estimate, so the estimate must stay lower
+    share = 1 if profile.rates.asynchronous else min(world_size, profile.rates.devices_per_node)
+    room = profile.memory // share if memory is None else size_in_bytes("memory", memory)
+    room = int(room / profile.memory_ratio)  # real runs take this times the estimate, so the estimate must stay lower
     batch = size * world_size if global_batch is None else global_batch
-    return SearchProblem(model, world_size, inputs, targets, optimizer, loss_fn, found, there, batch, given)
+    return SearchProblem(model, world_size, inputs, targets, optimizer, loss_fn, profile, room, batch, given)
 
 
 def fixed_fields(fixed: Plan | Mapping[str, Any] | None) -> dict[str, Any]:

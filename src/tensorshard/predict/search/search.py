@@ -134,7 +134,7 @@ class Search:
     Attributes:
         considered: every plan that the world allows.
         refused: regions without any plan.
-        found: plans that fit, the best first.
+        fitting: plans that fit, the best first.
         exhausted: whether every plan that could be better than those found was estimated.
         estimates: how many plans were estimated.
     """
@@ -144,7 +144,7 @@ class Search:
     facts: ModelFacts | None = None
     considered: list[CandidateState] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
-    found: list[CandidateState] = field(default_factory=list)
+    fitting: list[CandidateState] = field(default_factory=list)
     exhausted: bool = True
     estimates: int = 0
     _predictions: Predictions = field(init=False)
@@ -180,7 +180,7 @@ class Search:
         self.exhausted = True
         failed: dict[TraceKey, str] = {}
         queue = self._in_order((one for one in self.considered if one.estimate is None), key)
-        while queue and not (stop_at_first_fit and self.found):
+        while queue and not (stop_at_first_fit and self.fitting):
             one = queue[0]
             is_out = one.refused or one.memory > self.problem.memory or one.likely_seconds > longest * (1 + _DOUBT)
             if is_out or self._is_worse(one, key, top):
@@ -192,7 +192,7 @@ class Search:
                 continue
             if wanted not in self.traces:
                 self._trace(wanted, one, failed, queue, progress)
-            elif self.estimates >= (most if self.found else min(most, max_misfits)):
+            elif self.estimates >= (most if self.fitting else min(most, max_misfits)):
                 self.exhausted = False
                 break
             elif self._can_extrapolate(one):
@@ -242,11 +242,11 @@ class Search:
 
     def _is_worse(self, one: CandidateState, key: Key, top: int) -> bool:
         """Whether a plan is not among the `top` best, as far as predictions can be trusted."""
-        if key is BY_TIME and any(_cuts_samples(found.plan, one.plan) for found in self.found):
+        if key is BY_TIME and any(_cuts_samples(other.plan, one.plan) for other in self.fitting):
             return True
-        if len(self.found) < top:
+        if len(self.fitting) < top:
             return False
-        best, last = self.found[0], self.found[top - 1]
+        best, last = self.fitting[0], self.fitting[top - 1]
         if self._rank(one, key) < key(last.memory, last.seconds):
             return False
         # Predicted times may be too high. So a plan that is predicted to be near the best is estimated, too.
@@ -307,12 +307,12 @@ class Search:
         self._raise_floors(one, prediction.seconds)
 
     def _estimate(self, one: CandidateState, key: Key, progress: Progress, longest: float) -> None:
-        best = f", best so far {self.found[0].seconds:.3g} s" if self.found else ""
+        best = f", best so far {self.fitting[0].seconds:.3g} s" if self.fitting else ""
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
         self.estimates += 1
         plan, samples = one.plan, self.traces[BASE].samples
-        problem, whole = self.problem.under(plan.ep), plan.sequence_parallel
-        search_table(problem, plan.tp, samples, self._equal_blocks, sequence_parallel=whole, ep=plan.ep)
+        problem, splits_sequences = self.problem.under(plan.ep), plan.sequence_parallel
+        search_table(problem, plan.tp, samples, self._equal_blocks, sequence_parallel=splits_sequences, ep=plan.ep)
         try:
             one.estimate = problem.estimate(one.plan, stop_above=self.problem.memory)
         except REFUSALS as error:
@@ -329,8 +329,8 @@ class Search:
         self._ratios.setdefault(kind, []).append(one.seconds / one.first.seconds)
         self._raise_floors(one, one.seconds)
         if one.memory <= self.problem.memory and one.seconds <= longest:
-            self.found.append(one)
-            self.found.sort(key=lambda found: (key(found.memory, found.seconds), found.candidate.order))
+            self.fitting.append(one)
+            self.fitting.sort(key=lambda state: (key(state.memory, state.seconds), state.candidate.order))
 
     # What that says of other plans.
 

@@ -201,8 +201,8 @@ def _extrapolated(few: Trace, more: Trace, blocks: Sequence[str]) -> Trace:
 
     def counts(of_few: Iterable[tuple[Any, int]], of_more: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]]:
         small, large = Counter(dict(of_few)), Counter(dict(of_more))
-        found = {one: int(extrapolate(small[one], large[one], blocks)) for one in {**large, **small}}
-        return [(one, count) for one, count in found.items() if count]
+        extrapolated = {one: int(extrapolate(small[one], large[one], blocks)) for one in {**large, **small}}
+        return [(one, count) for one, count in extrapolated.items() if count]
 
     def nbytes(name: str) -> int:
         return int(extrapolate(getattr(few, name), getattr(more, name), blocks))

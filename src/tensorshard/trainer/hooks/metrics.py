@@ -113,23 +113,23 @@ class MemoryHook(Hook):
         self.memory.reset()
 
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
-        own = self.memory.bytes()
-        record.metrics["peak_memory_bytes"] = own
+        peak_bytes = self.memory.bytes()
+        record.metrics["peak_memory_bytes"] = peak_bytes
         is_last = record.step == trainer.max_steps
         is_logged = record.step % self.every == 0 or record.step == 1 or is_last
         if not is_logged or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        peaks = _of_all_ranks(own)
+        peaks = _of_all_ranks(peak_bytes)
         before = self._recorded
         if is_last or not before or any(now > _GROWTH * then for now, then in zip(peaks, before, strict=True)):
             self._recorded = peaks
             record.metrics |= {f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(peaks)}
 
 
-def _of_all_ranks(own: int) -> list[int]:
-    """The number `own` of every rank, by rank. Collective; sent from the CPU, so that nothing waits for a GPU."""
+def _of_all_ranks(number: int) -> list[int]:
+    """The `number` of every rank, by rank. Collective; sent from the CPU, so that nothing waits for a GPU."""
     peaks = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(peaks, torch.tensor([own], dtype=torch.int64))
+    dist.all_gather(peaks, torch.tensor([number], dtype=torch.int64))
     return [int(peak) for peak in peaks]
 
 

@@ -177,8 +177,8 @@ def profiled_steps(value: Any) -> range:
     steps = range(0)
     if _is_number(value):
         steps = range(value, value + 1)
-    elif isinstance(value, str) and (found := _SPAN.fullmatch(value.strip())):
-        steps = range(int(found[1]), int(found[2]) + 1)
+    elif isinstance(value, str) and (match := _SPAN.fullmatch(value.strip())):
+        steps = range(int(match[1]), int(match[2]) + 1)
     elif isinstance(value, dict) and value.keys() == {"first", "steps"} and all(map(_is_number, value.values())):
         steps = range(value["first"], value["first"] + value["steps"])
     if not steps or steps[0] < 1:
@@ -224,9 +224,9 @@ class OutOfMemoryHook(Hook):
         if not isinstance(error, MemoryError | torch.OutOfMemoryError):
             return
         engine = trainer.engine
-        held = held_by_category(engine)
+        sizes = held_by_category(engine)
         lines = [f"rank {engine.mesh.rank} ran out of memory in step {trainer.step + 1}; it held"]
-        lines += [f"  {name:<22}{size_text(size):>10}" for name, size in held.items()]
+        lines += [f"  {name:<22}{size_text(size):>10}" for name, size in sizes.items()]
         changes = milder(engine.plan, self._samples // engine.mesh.dp_size)[:_LINES]
         if changes:
             lines.append(
@@ -245,15 +245,15 @@ def held_by_category(engine: Engine) -> dict[str, int]:
     """
     masters = list(engine.sharded.masters().values())
     states = (value for state in engine.optimizer.state.values() for value in _tensors(state))
-    held = {
+    sizes = {
         "parameters": _nbytes(masters, engine.device),
         "optimizer states": _nbytes(states, engine.device),
         "buffers": _nbytes(engine.sharded.model.buffers(), engine.device),
     }
     if engine.device.type == "cuda":
-        rest = torch.cuda.max_memory_allocated(engine.device) - sum(held.values())
-        held["gradients, activations"] = max(0, rest)
-    return held
+        rest = torch.cuda.max_memory_allocated(engine.device) - sum(sizes.values())
+        sizes["gradients, activations"] = max(0, rest)
+    return sizes
 
 
 def _tensors(state: Any) -> Iterable[torch.Tensor]:

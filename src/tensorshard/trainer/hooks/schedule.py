@@ -71,8 +71,8 @@ class MetricEvaluator:
         self.max_batches = max_batches
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
-        found = engine.evaluate(islice(self.loader, self.max_batches), metrics=self.metrics)
-        return {name: float(value) for name, value in found.items()}
+        metrics = engine.evaluate(islice(self.loader, self.max_batches), metrics=self.metrics)
+        return {name: float(value) for name, value in metrics.items()}
 
 
 class _OfLogits(nn.Module):

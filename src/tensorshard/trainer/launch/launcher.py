@@ -270,16 +270,16 @@ class _Streams(LogsSpecs):
     def _tell_restart(self, ranks: Sequence[int]) -> None:
         """Says why the workers are started again, as far as it is known here."""
         files = {rank: self._folder / f"rank{rank}.error.json" for rank in ranks}
-        told = {rank: file for rank, file in files.items() if file.is_file()}
-        first = min(told, key=lambda rank: told[rank].stat().st_mtime, default=None)
-        said = "" if first is None else last_line(told[first])
-        silent = [rank for rank in ranks if rank not in told]
-        if first is None or (said.startswith("CollectiveMismatchError") and silent):
-            said = f"rank {', '.join(map(str, silent))} was killed, or ended without a message"
+        error_files = {rank: file for rank, file in files.items() if file.is_file()}
+        first = min(error_files, key=lambda rank: error_files[rank].stat().st_mtime, default=None)
+        cause = "" if first is None else last_line(error_files[first])
+        silent = [rank for rank in ranks if rank not in error_files]
+        if first is None or (cause.startswith("CollectiveMismatchError") and silent):
+            cause = f"rank {', '.join(map(str, silent))} was killed, or ended without a message"
         else:
-            said = f"rank {first} failed: {said}"
+            cause = f"rank {first} failed: {cause}"
         print(
-            f"tensorshard: {said}; restart {self._starts} of at most {self._max_restarts}", file=sys.stderr, flush=True
+            f"tensorshard: {cause}; restart {self._starts} of at most {self._max_restarts}", file=sys.stderr, flush=True
         )
 
 

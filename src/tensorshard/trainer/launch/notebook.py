@@ -234,13 +234,13 @@ class _Ranks:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(_LAST_WORDS)
-        said = []
+        reports = []
         for rank in range(self._count):
             stack = stack_file(self._folder, rank)
             text = stack.read_text(errors="replace").strip() if stack.is_file() else ""
             doing = "has returned" if rank in self._results else f"was here:\n{text}" if text else "was still starting"
-            said.append(f"rank {rank} {doing}")
-        return "\n\n" + "\n\n".join(said)
+            reports.append(f"rank {rank} {doing}")
+        return "\n\n" + "\n\n".join(reports)
 
     def _end(self) -> None:
         """Ends the processes that are still there."""
@@ -331,7 +331,7 @@ def run_rank(
 ) -> NoReturn:
     """Runs one rank in a fork, and ends the fork. It skips the interpreter's cleanup, which belongs to the parent."""
     sender = pipes[rank][1]
-    kept: list[Any] = []
+    old_groups: list[Any] = []
     try:
         die_with_parent()
         for ending in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -349,7 +349,7 @@ def run_rank(
         allow_process_settings()
         torch.set_num_threads(1)
         if dist.is_initialized():
-            kept += forget_world()
+            old_groups += forget_world()
         forget_meshes()
         message = _work(function, args)
         for voice in voices:
@@ -358,7 +358,7 @@ def run_rank(
         if message[0] == RESULT and dist.is_initialized():
             dist.destroy_process_group()  # ranks that wait for this one then get an error
     finally:
-        os._exit(0)  # before `kept` is destroyed, which would wait for threads that exist only in the parent
+        os._exit(0)  # before `old_groups` are destroyed, which would wait for threads that exist only in the parent
 
 
 def _work(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
@@ -366,15 +366,15 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any
     try:
         result = function(*args)
     except BaseException as error:  # SystemExit, too, which would end this rank without a message
-        said = "".join(traceback.format_exception(error.with_traceback(_below(error)))).rstrip()
-        if any(words in said for words in _CUDA_IN_FORKS):
-            said += f"\n\n{USED_GPU}"
-        return ERROR, (time.time(), f"failed:\n\n{said}")
+        text = "".join(traceback.format_exception(error.with_traceback(_below(error)))).rstrip()
+        if any(words in text for words in _CUDA_IN_FORKS):
+            text += f"\n\n{USED_GPU}"
+        return ERROR, (time.time(), f"failed:\n\n{text}")
     try:
         return RESULT, pickle.dumps(pytree.tree_map(_on_cpu, result))
     except Exception as error:
-        said = f"returned {kind_of(result)}, which cannot be sent back ({error}); {RETURNABLE}"
-        return ERROR, (time.time(), said)
+        text = f"returned {kind_of(result)}, which cannot be sent back ({error}); {RETURNABLE}"
+        return ERROR, (time.time(), text)
 
 
 def _below(error: BaseException) -> Any:

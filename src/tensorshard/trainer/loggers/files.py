@@ -71,9 +71,9 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 def _keep_until(path: Path, step: int) -> None:
     """Drops the lines of later steps. The file is replaced whole: no crash can lose the earlier ones."""
-    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    lines = [line for line in read_metrics(path) if line["step"] <= step]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     os.replace(temporary, path)
 
 

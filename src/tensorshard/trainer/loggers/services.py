@@ -197,10 +197,10 @@ class MlflowLogger(Logger):
 
     def _begin(self, client: Any) -> str:
         file = self.directory / _ID
-        kept = read_id(file)
-        if kept is not None:
-            client.update_run(kept, status="RUNNING")
-            return kept
+        saved_id = read_id(file)
+        if saved_id is not None:
+            client.update_run(saved_id, status="RUNNING")
+            return saved_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "tensorshard")
         experiment = client.get_experiment_by_name(name)
         number = client.create_experiment(name) if experiment is None else experiment.experiment_id
