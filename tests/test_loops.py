@@ -49,7 +49,9 @@ CELLS = [(loop, plan) for loop in loops.LOOPS for plan in loops.PLANS if (loop, 
 FAST = {"zero3"}  # plans
 # Under tp, loops that write weights, take gradients, and call the model in their own ways.
 FAST_CELLS = {
-    (loop, "tp") for loop in ("clamp", "read", "clip_each", "penalty", "double_backward", "gradients_by_hand", "swap")
+    *((loop, "tp") for loop in ("clamp", "read", "clip_each", "penalty", "double_backward", "gradients_by_hand")),
+    *((loop, "tp") for loop in ("swap", "groups", "states")),
+    ("states", "zero1"),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tensorshard as ts
@@ -380,6 +381,42 @@ def clip_each(side: Side, step: int) -> None:
     side.update()
 
 
+def groups(side: Side, step: int) -> None:
+    """What the optimizer's groups hold is written by a hook and by the loop, and read for a log."""
+    if step == 0:
+
+        def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(0.98)
+
+        side.optimizer.register_step_post_hook(decay)
+    side.step(*side.batch(step))
+    parameters = [p for group in side.optimizer.param_groups for p in group["params"]]
+    for (name, _), p in zip(side.model.named_parameters(), parameters, strict=True):
+        norm = p.detach().norm()
+        side.note({name: (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()})
+        p.data = p.data.clamp(-0.2, 0.2)
+
+
+def states(side: Side, step: int) -> None:
+    """Moments are read, set to zero for some neurons, replaced and taken out, by the model's parameters."""
+    side.step(*side.batch(step))
+    for name, p in side.model.named_parameters():
+        assert p in side.optimizer.state
+        state = side.optimizer.state[p]
+        side.note({name: state["exp_avg"].abs().sum().item()})
+        if step == 0:
+            state["exp_avg"][:2] = 0
+        if step == 1:
+            side.optimizer.state[p] = {**state, "exp_avg_sq": 2 * state["exp_avg_sq"]}
+        if step == 2:
+            state = side.optimizer.state.pop(p)
+            assert p not in side.optimizer.state
+            state["exp_avg"] = torch.zeros_like(p)
+            side.optimizer.state[p] = state
+
+
 def second_phase(side: Side, step: int) -> None:
     """An optimizer made anew, for the head alone."""
     if step < 2:
@@ -447,6 +484,8 @@ LOOPS: dict[str, tuple[Callable[[Side, int], None], Callable[[], nn.Module], Any
     "gradients_by_hand": (gradients_by_hand, Net, ADAMW),
     "other_weights": (other_weights, Net, ADAMW),
     "clip_each": (clip_each, Net, ADAMW),
+    "groups": (groups, Net, ADAMW),
+    "states": (states, Net, ADAMW),
     "second_phase": (second_phase, Net, ADAMW),
 }
 

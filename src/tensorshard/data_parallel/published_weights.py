@@ -5,9 +5,9 @@ publishes the part that it has updated, and the gathers go on while training doe
 still being gathered waits for it: units do so before their forwards, and a
 :class:`~tensorshard.model.watched_parameters.Watch` does for all other code.
 
-Code of the user may write a parameter at any time. Tensors count their changes in place, parameters note when their
-``data`` are taken, and one that was given other memory (``p.data = ...``) has another address. All are compared with
-those after the last publication: before a forward, and before an update.
+Code of the user may write a parameter, or a master weight, at any time. Tensors count their changes in place, both note
+when their ``data`` are taken, and one that was given other memory (``p.data = ...``) has another address. All are
+compared with those after the last publication: before a forward, and before an update.
 """
 
 import os
@@ -31,7 +31,7 @@ from tensorshard.data_parallel.replicated_parameter import (
     written,
 )
 from tensorshard.data_parallel.unit_values import compare_fingerprints, fingerprint, gather_flags
-from tensorshard.model.watched_parameters import METADATA, Watch, unwatch, watch
+from tensorshard.model.watched_parameters import METADATA, Watch, note_data, unwatch, watch
 from tensorshard.plan.storage import UpdateProgress
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import shards_of
@@ -70,6 +70,9 @@ class PublishedWeights:
         self._are_real = not any(isinstance(p.storage, FakeTensor) for p in self._parameters)
         note_published(self._parameters)
         for p in self._parameters:
+            if self._are_real:
+                note_data(p.compute)
+                note_data(p.master)
             p.count_owners()
 
     # -- after an update --

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.collectives import all_gather_into
 from tensorshard.model.parameters import like
-from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
+from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient
 from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import MasterPlace, Storage, TakeGradient
@@ -126,8 +126,6 @@ class ReplicatedParameter:
         full = self.storage[: value.numel()].view(value.shape)
         full.copy_(value)
         self.compute = like(template, full)
-        if not isinstance(full, FakeTensor):
-            note_data(self.compute)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
         # The host updates all master weights in its memory, those of 16-bit parameters and others.
         on_host = storage.masters_on_host and value.dim() > 0 and template.requires_grad
@@ -354,12 +352,17 @@ def note_published(parameters: Sequence[ReplicatedParameter]) -> None:
         for p, published in zip(parameters, versions, strict=True):
             p.published = published
         forget_taken(computes)
+        forget_taken([p.master for p in parameters])
 
 
 def with_written_masters(parameters: Sequence[ReplicatedParameter]) -> list[ReplicatedParameter]:
     """Those whose master, where it is not `compute`, was written since :func:`note_published`."""
-    versions = _master_versions(parameters)
-    return [p for p, version in zip(parameters, versions, strict=True) if version != p.published[1]]
+    versions, taken = _master_versions(parameters), are_data_taken([p.master for p in parameters])
+    return [
+        p
+        for p, version, is_taken in zip(parameters, versions, taken, strict=True)
+        if version != p.published[1] or is_taken
+    ]
 
 
 def written(parameters: Sequence[ReplicatedParameter], *, in_backward: bool = False) -> list[ReplicatedParameter]:

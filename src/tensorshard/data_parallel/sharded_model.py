@@ -73,8 +73,15 @@ class WholeView(Protocol):
     def whole(self) -> AbstractContextManager[None]:
         """A context, within :meth:`parts`, in which the user's code gets the whole."""
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts."""
+    def begin(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
+        """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer`, which updates
+        `masters`, parts."""
+
+    def is_users_call(self) -> bool:
+        """Whether the code that asks is the user's, and is to get the whole now."""
+
+    def of(self, parameter: nn.Parameter) -> Any:
+        """How `parameter` looks whole; None if it is not split."""
 
 
 class ShardedModel(ABC):

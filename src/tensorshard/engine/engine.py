@@ -44,6 +44,7 @@ from tensorshard.engine.optimizer import (
     complete_update,
     make_optimizer,
 )
+from tensorshard.engine.optimizer_states import show_states
 from tensorshard.engine.penalties import Penalties
 from tensorshard.engine.random_streams import RandomStreams, kept_random_state
 from tensorshard.engine.state import StateMethods
@@ -182,7 +183,10 @@ class Engine(LoopMethods, StateMethods):
         complete_update(
             self._optimizer,
             sharded,
-            follow=lambda: self._trained.follow(self._gradients.trained),
+            follow=(
+                lambda: self._trained.follow(self._gradients.trained),
+                show_states(self._optimizer, sharded, self._owners),
+            ),
             before=(
                 self._background.check,
                 lambda: storage.check_transfers(of_update=True),

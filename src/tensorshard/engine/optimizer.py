@@ -434,14 +434,14 @@ def complete_update(
     optimizer: torch.optim.Optimizer,
     sharded: ShardedModel,
     *,
-    follow: Callable[[], None],
+    follow: Sequence[Callable[[], None]],
     before: Sequence[Callable[[], object]],
     after: Sequence[Callable[[], object]],
 ) -> None:
     """Makes each update by `optimizer` do what the plan needs, whoever asks for it.
 
     Args:
-        follow: adds the parameters that are trained by now.
+        follow: what follows the user's code, such as adding the parameters that are trained by now.
         before: called before the update, in this order.
         after: called after it, in this order.
     """
@@ -453,8 +453,9 @@ def complete_update(
     fused = _FusedUpdates()
 
     def step(_: torch.optim.Optimizer) -> Any:
-        follow()
-        with fused if _updates_shards_fused(optimizer) else nullcontext():
+        for work in follow:
+            work()
+        with sharded.computing_on_parts(), fused if _updates_shards_fused(optimizer) else nullcontext():
             result = torch_step()
         sharded.adopt_writes()  # of hooks of the optimizer that are the user's
         return result

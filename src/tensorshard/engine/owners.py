@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -148,6 +149,10 @@ class Owners:
     def names(self) -> frozenset[str]:
         """The names of all parameters that are updated whole, by any rank."""
         return frozenset(self._routes)
+
+    def owner(self, name: str) -> int:
+        """The rank of the world that updates the parameter `name`."""
+        return dist.get_global_rank(self._group, self._routes[name].owner)
 
     def add(self, names: Iterable[str]) -> None:
         """Gives each of the parameters `names` an owner. The same on all ranks, without communication."""

@@ -20,7 +20,7 @@ from tensorshard.torch_private.modules import MODULE_CALLS, MODULE_LOADS
 _MARK = "_tensorshard_computes_on_parts"  # the key in a module's __dict__, which its deep copies have, too
 _OWN = "tensorshard"
 _USERS = "tensorshard.models"  # models as users write them
-_PASSED_ON = ("torch", "tensorshard.model.watched_parameters")
+_PASSED_ON = ("torch", "tensorshard.model.watched_parameters", "tensorshard.engine.optimizer_states")
 
 _MODULE_CODE = frozenset((*MODULE_CALLS, *MODULE_LOADS))
 _PACKAGE = Path(__file__).resolve().parent.parent

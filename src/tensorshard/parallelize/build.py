@@ -422,7 +422,7 @@ def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Par
     """From now on, what is read or written in ways that would mislead says so."""
     sharded = engine.sharded
     for view in sharded.whole_views:
-        view.begin(engine.optimizer)
+        view.begin(engine.optimizer, sharded.masters())
     sharded.protect()
     share_host_random_state(engine.mesh)
     mark_parallelized([source.module, sharded.model], "tensorshard.parallelize")

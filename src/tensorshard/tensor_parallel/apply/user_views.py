@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -62,7 +63,12 @@ class UserViews:
         for name, parameter in model.named_parameters():
             if split.num_shards(name) > 1 or isinstance(parameter, DTensor):  # with ZeRO 3 all look whole, or none
                 self._watches[parameter] = FullView(
-                    name, split.of(name), shapes[name], self.is_users_call, isinstance(parameter, DTensor)
+                    name,
+                    split.of(name),
+                    shapes[name],
+                    self.is_users_call,
+                    isinstance(parameter, DTensor),
+                    is_master=False,
                 )
         for parameter, view in self._watches.items():
             watch(parameter, view)
@@ -87,13 +93,37 @@ class UserViews:
         """Whether all code gets parts for now."""
         return self._depth > 0
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts."""
+    def of(self, parameter: nn.Parameter) -> "FullView | None":
+        """How a parameter of the module looks whole; None if it is not split."""
+        return self._watches.get(parameter)
+
+    def begin(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
+        """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts.
+
+        Args:
+            masters: the tensors that the optimizer updates, by name, which code finds in its ``param_groups``.
+        """
         self._optimizer = optimizer
+        self._watch_masters(masters)
         if self._watches:
+            for name in ("register_step_pre_hook", "register_step_post_hook"):  # hooks of the user's
+                setattr(optimizer, name, partial(_register, getattr(optimizer, name), self._users_hook))
             self._surround(self._model)  # all other code around a forward runs within
             surround_later_hooks(self._model, self._users_hook)
         self._leave()
+
+    def _watch_masters(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Makes master weights look whole, where they are others than the module's parameters."""
+        shown = {view.name: view for view in self._watches.values()}
+        apart = {name: master for name, master in masters.items() if name in shown and master not in self._watches}
+        if not apart:
+            return
+        self._pause.end()
+        for name, master in apart.items():
+            self._watches[master] = shown[name].of_master(is_sharded=isinstance(master, DTensor))
+            watch(master, self._watches[master])
+        self._pause = Pause(self._watches)
+        self._pause.begin()
 
     @contextmanager
     def parts(self) -> Iterator[None]:
@@ -207,12 +237,11 @@ def surround_later_hooks(model: nn.Module, context: Callable[[], AbstractContext
     """Runs the hooks that are registered from now on, on `model` and modules in it, within a ``context()``."""
     for module in model.modules():
         for name in _REGISTERS:
-            vars(module)[name] = partial(_register, getattr(type(module), name), module, context)
+            vars(module)[name] = partial(_register, MethodType(getattr(type(module), name), module), context)
 
 
 def _register(
     register: Callable[..., Any],
-    module: nn.Module,
     context: Callable[[], AbstractContextManager[None]],
     hook: Callable[..., Any],
     *args: Any,
@@ -223,7 +252,7 @@ def _register(
         with context():
             return hook(*given, **options)
 
-    return register(module, surrounded, *args, **kwargs)
+    return register(surrounded, *args, **kwargs)
 
 
 class FullView(Watch):
@@ -232,21 +261,32 @@ class FullView(Watch):
     Args:
         shape: of the full parameter.
         is_users_call: whether the code that asks is to get the whole.
-        is_sharded: whether ZeRO 3 shards the part.
+        is_sharded: whether data ranks shard the part.
+        is_master: whether no forward computes with it.
     """
 
     stays_in_copies = True
     is_outermost = True
 
     def __init__(
-        self, name: str, split: TensorSplit, shape: torch.Size, is_users_call: Callable[[], bool], is_sharded: bool
+        self,
+        name: str,
+        split: TensorSplit,
+        shape: torch.Size,
+        is_users_call: Callable[[], bool] = lambda: True,
+        is_sharded: bool = True,
+        is_master: bool = True,
     ) -> None:
-        self.name, self.shape, self.is_sharded = name, shape, is_sharded
+        self.name, self.shape, self.is_sharded, self._is_master = name, shape, is_sharded, is_master
         self.cuts = split.cuts(name)
         self._split, self._is_users_call = split, is_users_call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullView":
         return self
+
+    def of_master(self, *, is_sharded: bool) -> "FullView":
+        """How the parameter's master weight looks whole."""
+        return FullView(self.name, self._split, self.shape, self._is_users_call, is_sharded)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of which each rank gives its `part`. A collective."""
@@ -259,6 +299,17 @@ class FullView(Watch):
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of `whole`, in memory of its own."""
         return self._split.local(self.name, whole)
+
+    def part_shape(self, updated: torch.Tensor) -> torch.Size:
+        """The shape of this rank's part, which an optimizer updates as `updated`."""
+        with without_torch_functions_of_tensors():
+            return updated.shape
+
+    def part_like(self, updated: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `whole`, laid out as `updated` is."""
+        with without_torch_functions_of_tensors():
+            part = self.cut(whole._plain if isinstance(whole, WrittenThrough) else whole)
+            return distribute_like(part, updated) if isinstance(updated, DTensor) else part
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if function in _OF_THE_OBJECT or not self._is_users_call():
@@ -279,13 +330,11 @@ class FullView(Watch):
             raise RuntimeError(
                 f"a gradient of shape {list(gradient.shape)} was assigned to {self.name!r} of shape {list(self.shape)}"
             )
-        if isinstance(gradient, WrittenThrough):
-            gradient = gradient._plain
-        part = self.cut(gradient)
-        return distribute_like(part, parameter) if isinstance(parameter, DTensor) else part
+        return self.part_like(parameter, gradient)
 
     def source(self, held: torch.Tensor, *, graph: bool) -> Source:
         """The whole of what this rank has as `held`."""
+        graph = graph and not self._is_master
         if graph and self.is_sharded:
             axis = "ep" if self._split.of_data_ranks else "tp"
             raise RuntimeError(
