@@ -50,8 +50,8 @@ FAST = {"zero3"}  # plans
 # Under tp, loops that write weights, take gradients, and call the model in their own ways.
 FAST_CELLS = {
     *((loop, "tp") for loop in ("clamp", "read", "clip_each", "penalty", "double_backward", "gradients_by_hand")),
-    *((loop, "tp") for loop in ("swap", "groups", "states")),
-    ("states", "zero1"),
+    *((loop, "tp") for loop in ("swap", "groups", "states", "gradient_hook")),
+    *((loop, "zero1") for loop in ("groups", "states")),
 }
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tensorshard as ts
@@ -394,9 +393,29 @@ def groups(side: Side, step: int) -> None:
     side.step(*side.batch(step))
     parameters = [p for group in side.optimizer.param_groups for p in group["params"]]
     for (name, _), p in zip(side.model.named_parameters(), parameters, strict=True):
-        norm = p.detach().norm()
-        side.note({name: (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()})
+        side.note({name: p.detach().norm().item()})
         p.data = p.data.clamp(-0.2, 0.2)
+
+
+def gradient_hook(side: Side, step: int) -> None:
+    """Gradients are divided by their norms, which a log shows."""
+
+    def divide(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        norm = gradient.norm()
+        side.note({name: norm.item()})
+        return gradient / (norm + 1)
+
+    x, y = side.batch(step)
+    if side.engine is not None:
+        if step == 0:
+            side.engine.register_gradient_hook(divide)
+        side.step(x, y)
+        return
+    side.loss(side.model(x), y).backward()
+    for name, p in side.model.named_parameters():
+        assert p.grad is not None
+        p.grad = divide(name, p.grad)
+    side.update()
 
 
 def states(side: Side, step: int) -> None:
@@ -485,6 +504,7 @@ LOOPS: dict[str, tuple[Callable[[Side, int], None], Callable[[], nn.Module], Any
     "other_weights": (other_weights, Net, ADAMW),
     "clip_each": (clip_each, Net, ADAMW),
     "groups": (groups, Net, ADAMW),
+    "gradient_hook": (gradient_hook, Net, ADAMW),
     "states": (states, Net, ADAMW),
     "second_phase": (second_phase, Net, ADAMW),
 }

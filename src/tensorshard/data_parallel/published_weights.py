@@ -27,6 +27,7 @@ from tensorshard.data_parallel.replicated_parameter import (
     Groups,
     ReplicatedParameter,
     note_published,
+    show_master,
     with_written_masters,
     written,
 )
@@ -72,7 +73,7 @@ class PublishedWeights:
         for p in self._parameters:
             if self._are_real:
                 note_data(p.compute)
-                note_data(p.master)
+                show_master(p)
             p.count_owners()
 
     # -- after an update --

@@ -4,9 +4,10 @@ Also here: the ranks over which a parameter's gradients are summed, and those ov
 """
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorshard.comm.collectives import all_gather_into
+from tensorshard.comm.sharding import on_mesh_device
+from tensorshard.data_parallel.sharded_parameter import read_as_full
 from tensorshard.model.parameters import like
-from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient
+from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.storage import MasterPlace, Storage, TakeGradient
@@ -341,6 +344,41 @@ def _types(parameter: nn.Parameter, precision: str) -> tuple[torch.dtype, torch.
     if not parameter.requires_grad and torch.promote_types(wide, narrow) == narrow:
         wide = narrow  # what computes has all its digits, so that one copy is enough
     return wide, narrow
+
+
+def show_master(p: ReplicatedParameter) -> None:
+    """Makes the master weight of `p`, which code finds in the optimizer's groups, one that is read in full."""
+    if isinstance(p.master, DTensor):
+        read_as_full(p.master, _MasterReader(p))
+    else:
+        note_data(p.master)
+
+
+class _MasterReader:
+    """What a master weight asks of the parameter that forwards compute with."""
+
+    def __init__(self, parameter: ReplicatedParameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def read(self, parameter: DTensor) -> torch.Tensor:
+        """The full master, without a graph: no forward computes with it. A collective."""
+        with torch.no_grad(), without_torch_functions_of_tensors():
+            return on_mesh_device(parameter.detach()).full_tensor()  # type: ignore[arg-type]
+
+    def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
+        """Notes this rank's full `gradient`, as one that was given to what forwards compute with."""
+        known = self._parameter()
+        if known is not None:
+            known.compute.grad = gradient
+
+    def note_write(self, parameter: DTensor, values: list[torch.Tensor]) -> None:
+        """Nothing: what this rank wrote to its shard is published."""
+
+    def differentiate(self, arguments: dict[str, Any]) -> NoReturn:
+        raise RuntimeError(
+            "torch.autograd.grad was called by parameters of engine.optimizer.param_groups, which no forward computes "
+            "with: call it by those of engine.model.parameters()"
+        )
 
 
 def note_published(parameters: Sequence[ReplicatedParameter]) -> None:

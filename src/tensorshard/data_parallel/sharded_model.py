@@ -224,6 +224,11 @@ class ShardedModel(ABC):
         """The parameters that the module shows, by original names: the masters, or what forwards compute with."""
         return self.masters()
 
+    def whole(self, name: str) -> Any:
+        """How the parameter `name` looks whole to the user's code under tensor parallelism; None if it is not split."""
+        shown = self.shown_parameters()[name]
+        return next((whole for view in self.whole_views if (whole := view.of(shown)) is not None), None)
+
     def average_given_gradients(self) -> None:  # noqa: B027
         """Called before gradients are read: averages those that user code has set, each data rank its own."""
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import distribute, local_shard, on_mesh_device
 from tensorshard.model.tensors import another_takes_precedence
+from tensorshard.model.watched_parameters import note_taken
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
@@ -214,6 +215,13 @@ def _native(func: Any, args: Any, kwargs: Any) -> Any:
         return _mixable(func(*args, **kwargs))
 
 
+def _take_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """``parameter.data``, through which it may be written."""
+    if isinstance(args[0], nn.Parameter):
+        note_taken(args[0])
+    return _native(func, args, kwargs)
+
+
 def _mixable(result: Any) -> Any:
     """Makes sharded results behave as parameters do."""
     if type(result) is DTensor:
@@ -370,6 +378,7 @@ def _is_recorded(leaves: list[torch.Tensor]) -> bool:
 
 _KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "native": _native,
+    "data": _take_data,
     "compute": _compute,
     "full": _compute_full,
     "draw": _draw,
@@ -388,7 +397,7 @@ def _kind(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__get__":
-        return "compute" if attribute in COMPUTED_ATTRIBUTES else "native"
+        return "data" if attribute == "data" else "compute" if attribute in COMPUTED_ATTRIBUTES else "native"
     if name == "__set__":
         return "set" if attribute == "data" else "native"
     if func is torch.autograd.grad:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.sharding import local_gradients, scale_gradients
@@ -359,18 +360,21 @@ class FinalGradients:
         """Calls the hooks with the final gradients; no factor is left after that."""
         if factor is not None and not _is_one(factor):
             self.scale(factor)
+        wholes = {name: self._sharded.whole(name) for name in self.trained}
         for hook in list(self._hooks.values()):
             for name, parameter in self.trained.items():
                 if parameter.grad is None:
                     continue
-                changed = hook(name, parameter.grad)
+                whole = wholes[name]
+                gradient = parameter.grad if whole is None else whole.shown(parameter.grad)
+                changed = hook(name, gradient)
                 if changed is not None:
-                    _check_like(changed, parameter.grad, name)
-                    parameter.grad = changed
+                    _check_like(changed, gradient, name)
+                    parameter.grad = changed if whole is None else whole.part_like(parameter, changed)
 
 
 def _check_like(changed: object, gradient: torch.Tensor, name: str) -> None:
-    same_kind = isinstance(changed, torch.Tensor) and type(changed) is type(gradient)
+    same_kind = isinstance(changed, torch.Tensor) and isinstance(changed, DTensor) is isinstance(gradient, DTensor)
     if same_kind and changed.shape == gradient.shape and changed.dtype == gradient.dtype:  # type: ignore[attr-defined]
         return
     given = f"{type(changed).__name__}" + (f" {list(changed.shape)}" if isinstance(changed, torch.Tensor) else "")

@@ -118,11 +118,10 @@ class ShownStates(defaultdict[Any, Any]):
         name = self._names.get(updated)
         if name is None or (self._owners is not None and name in self._owners.names):
             return state
-        shown = self._sharded.shown_parameters()[name]
-        whole = next((whole for view in self._sharded.whole_views if (whole := view.of(shown)) is not None), None)
+        whole = self._sharded.whole(name)
         if whole is None and key is not updated:
             split: Any = self._sharded.split.of(name)
-            whole = FullView(name, split, shown.shape)
+            whole = FullView(name, split, key.shape)
         return state if whole is None else _WholeState(state, updated, whole)
 
 

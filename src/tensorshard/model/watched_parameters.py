@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tensorshard.torch_private.dispatch import NOT_CALLED, without_torch_functions_of_tensors
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
@@ -97,31 +96,18 @@ class NotedParameter(nn.Parameter):
         self.__dict__[_TAKEN] = True
 
 
-class NotedDTensor(DTensor):
-    """As :class:`NotedParameter`, of a parameter that is a DTensor. ``parameter.data = value`` writes to its shard."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        self.__dict__[_TAKEN] = True
-        data: torch.Tensor = _TENSOR.data.__get__(self)
-        return data
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
-
-
 NotedParameter.__name__ = NotedParameter.__qualname__ = "Parameter"
-NotedDTensor.__name__ = NotedDTensor.__qualname__ = "DTensor"
 
 
 def note_data(parameter: nn.Parameter) -> None:
     """Makes `parameter` note when its ``data`` are taken."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = NotedParameter
-    elif type(parameter) is DTensor:
-        parameter.__class__ = NotedDTensor
+
+
+def note_taken(parameter: nn.Parameter) -> None:
+    """Notes that code has taken ``parameter.data``."""
+    parameter.__dict__[_TAKEN] = True
 
 
 def are_data_taken(parameters: Iterable[nn.Parameter]) -> list[bool]:
