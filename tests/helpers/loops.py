@@ -411,7 +411,9 @@ def gradient_hook(side: Side, step: int) -> None:
             side.engine.register_gradient_hook(divide)
         side.step(x, y)
         return
-    side.loss(side.model(x), y).backward()
+    loss = side.loss(side.model(x), y)
+    side.note({"loss": loss.item()})
+    loss.backward()
     for name, p in side.model.named_parameters():
         assert p.grad is not None
         p.grad = divide(name, p.grad)
