@@ -31,6 +31,7 @@ from tensorshard.data_parallel.replicated_parameter import (
     with_written_masters,
     written,
 )
+from tensorshard.data_parallel.sharded_parameter import ReadInFull, ShardedParameter
 from tensorshard.data_parallel.unit_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, note_data, unwatch, watch
 from tensorshard.plan.storage import UpdateProgress
@@ -53,6 +54,7 @@ class PublishedWeights:
 
     Attributes:
         written: the parameters that user code has written since :meth:`compare_written`.
+        masters: the master weights that are sharded, as the user's code finds them in the optimizer's groups.
         update: the one that goes on in the background; None without offload's overlap.
     """
 
@@ -75,6 +77,7 @@ class PublishedWeights:
                 note_data(p.compute)
                 show_master(p)
             p.count_owners()
+        self.masters = ReadInFull(p.master for p in self._parameters if isinstance(p.master, ShardedParameter))
 
     # -- after an update --
 

@@ -62,6 +62,7 @@ class ReplicatedModel(ShardedModel):
         self._all = self._materialize(values, precision, storage)
         self._masters = {name: p.master for name, p in self._all.items()}
         self._weights = PublishedWeights(self._all.values(), self._groups)
+        self.read_in_full.append(self._weights.masters)
         self._buckets = Buckets(self._all.values(), units, self.finish_gather)
         self._gradients = ReplicatedGradients(
             self._all.values(),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
+from tensorshard.data_parallel.sharded_parameter import ReadInFull
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
 from tensorshard.model.quantized import quantized_parameters
@@ -100,6 +101,7 @@ class ShardedModel(ABC):
         self.sequences = WholeSequences()
         self.writers: torch.Tensor | None = None
         self.whole_views: list[WholeView] = []
+        self.read_in_full: list[ReadInFull] = []
         """Of parameters that are split over tensor-parallel ranks."""
         self._take_gradient: TakeGradient | None = None
         self._finish_gradients: Callable[[], None] | None = None
@@ -320,12 +322,16 @@ class ShardedModel(ABC):
         with ExitStack() as stack:
             for view in self.whole_views:
                 stack.enter_context(view.parts())
+            for masters in self.read_in_full:
+                stack.enter_context(masters.paused())
             yield
 
     @contextmanager
     def calling_user(self) -> Iterator[None]:
         """A context, within :meth:`computing_on_parts`, for a function of the user's that may read parameters."""
         with ExitStack() as stack:
+            for masters in self.read_in_full:
+                stack.enter_context(masters.shown())
             for view in self.whole_views:
                 stack.enter_context(view.whole())
             yield

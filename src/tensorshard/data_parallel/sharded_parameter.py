@@ -11,7 +11,8 @@ torch's functions ask the class of their arguments what to do (``__torch_functio
 Results that are sharded behave in the same way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -112,6 +113,48 @@ def read_as_full(parameter: DTensor, reader: Reader) -> None:
     parameter.__class__ = ShardedParameter
 
 
+class ReadInFull:
+    """Sharded parameters that the user's code reads in full, which no forward computes with.
+
+    tensorshard's own code gets plain DTensors, without ``__torch_function__``, at the cost of an assignment each.
+    """
+
+    def __init__(self, parameters: Iterable[DTensor]) -> None:
+        self._parameters = list(parameters)
+        self._depth = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which all code gets plain DTensors."""
+        self._depth += 1
+        if self._depth == 1:
+            self._become(ShardedParameter, DTensor)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._become(DTensor, ShardedParameter)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """A context, within :meth:`paused`, for the user's code."""
+        depth, self._depth = self._depth, 0
+        if depth:
+            self._become(DTensor, ShardedParameter)
+        try:
+            yield
+        finally:
+            self._depth = depth
+            if depth:
+                self._become(ShardedParameter, DTensor)
+
+    def _become(self, before: type, after: type) -> None:
+        for parameter in self._parameters:
+            if type(parameter) is before:  # else it is watched, too
+                parameter.__class__ = after
+
+
 class _Held:
     """A reader that copies of a parameter share."""
 
@@ -147,7 +190,7 @@ class ShardedParameter(DTensorWithDirectHooks):
         if _GRADIENT in (own := self.__dict__):
             return own[_GRADIENT]  # type: ignore[no-any-return]
         with WithoutTorchFunctions():
-            return _stored_gradient.__get__(self)  # type: ignore[no-any-return]
+            return _mixable(_stored_gradient.__get__(self))  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

@@ -366,8 +366,9 @@ class FinalGradients:
                 if parameter.grad is None:
                     continue
                 whole = wholes[name]
-                gradient = parameter.grad if whole is None else whole.shown(parameter.grad)
-                changed = hook(name, gradient)
+                with self._sharded.calling_user():
+                    gradient = parameter.grad if whole is None else whole.shown(parameter.grad)
+                    changed = hook(name, gradient)
                 if changed is not None:
                     _check_like(changed, gradient, name)
                     parameter.grad = changed if whole is None else whole.part_like(parameter, changed)

@@ -449,6 +449,8 @@ def complete_update(
         optimizer.register_step_pre_hook(_outside_fused_updates(work))
     for work in after:
         optimizer.register_step_post_hook(_outside_fused_updates(work))
+    for name in ("register_step_pre_hook", "register_step_post_hook"):  # from now on, hooks are the user's
+        setattr(optimizer, name, partial(_register_users_hook, getattr(optimizer, name), sharded))
     torch_step: Callable[[], Any] = optimizer.step  # type: ignore[assignment]
     fused = _FusedUpdates()
 
@@ -461,6 +463,14 @@ def complete_update(
         return result
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _register_users_hook(register: Callable[..., Any], sharded: ShardedModel, hook: Callable[..., Any]) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with sharded.calling_user():
+            return hook(*args, **kwargs)
+
+    return register(called)
 
 
 def _updates_shards_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -138,7 +138,10 @@ class _WholeStates(ShownStates):
         return [(key, self._whole(key, key)) for key in self] if self._is_users_call() else super().items()
 
     def _is_users_call(self) -> bool:
-        return any(view.is_users_call() for view in self._sharded.whole_views)
+        for view in self._sharded.whole_views:  # noqa: SIM110 - optimizers ask for each parameter, and `any` takes longer
+            if view.is_users_call():
+                return True
+        return False
 
 
 class _WholeState(MutableMapping[str, Any]):

@@ -177,6 +177,7 @@ class PipelinedModel(ShardedModel):
         self.logits = parts[-1].logits
         self.sequences = parts[-1].sequences
         self.whole_views = [view for part in parts for view in part.whole_views]
+        self.read_in_full = [masters for part in parts for masters in part.read_in_full]
 
     def _word_errors(self, stage: StageModule) -> None:
         stage.pipeline = f"Plan(pp={self._mesh.degrees['pp']})"
