@@ -1,4 +1,4 @@
-"""``optimizer.state`` by the parameters of the model. tests/test_loops.py compares loops that use it with one process."""
+"""``optimizer.state`` by the parameters of the model; tests/test_loops.py compares such loops with one process."""
 
 from collections import defaultdict
 from functools import partial
