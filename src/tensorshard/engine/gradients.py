@@ -363,9 +363,11 @@ class FinalGradients:
         wholes = {name: self._sharded.whole(name) for name in self.trained}
         for hook in list(self._hooks.values()):
             for name, parameter in self.trained.items():
-                if parameter.grad is None:
-                    continue
                 whole = wholes[name]
+                if parameter.grad is None:
+                    if whole is not None and whole.of_data_ranks:  # of which others may have one
+                        whole.shown(torch.zeros_like(parameter))
+                    continue
                 with self._sharded.calling_user():
                     gradient = parameter.grad if whole is None else whole.shown(parameter.grad)
                     changed = hook(name, gradient)

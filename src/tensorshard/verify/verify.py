@@ -429,7 +429,7 @@ class _EngineSource:
     @contextmanager
     def watched(self, step: Step) -> Iterator[None]:
         handle = self._engine.register_gradient_hook(
-            lambda name, gradient: step.gradients.__setitem__(name, self._whole(name, gradient))
+            lambda name, gradient: step.gradients.__setitem__(name, self._whole(gradient))
         )
         try:
             yield
@@ -438,10 +438,8 @@ class _EngineSource:
         norm = self._engine.grad_norm
         step.norm = None if norm is None or self._engine.plan.clip_grad_norm is None else float(norm)
 
-    def _whole(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        local = gradient.detach()
-        local = local.full_tensor() if isinstance(local, DTensor) else local
-        return self._copy(self._sharded.split.full(name, local, self._sharded.full_shapes()[name]))
+    def _whole(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self._copy(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
     @staticmethod
     def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -284,6 +284,11 @@ class FullView(Watch):
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullView":
         return self
 
+    @property
+    def of_data_ranks(self) -> bool:
+        """Whether the ranks that it is split over have different samples, as those that share experts."""
+        return self._split.of_data_ranks
+
     def of_master(self, *, is_sharded: bool) -> "FullView":
         """How the parameter's master weight looks whole."""
         return FullView(self.name, self._split, self.shape, self._is_users_call, is_sharded)
