@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,6 +66,7 @@ from tensorshard.weights.initial import Recording, TensorSource, from_meta, from
 logger = logging.getLogger("tensorshard")
 AUTO = "auto"
 """What to pass in place of a Plan for the best plan for this world."""
+_SEARCH = "tensorshard.predict.search.find_plans"  # it stands above, builds Engines, and is imported for "auto" alone
 
 
 def parallelize(
@@ -149,9 +151,10 @@ def parallelize(
     if not isinstance(plan, Plan):
         device = _check_auto(model, plan, optimizer, loss_fn, seed, device, sample_inputs)
         join_world(device, timeout=as_timedelta(timeout))
-        from tensorshard.predict.search.find_plans import choose_plan  # this imports all of the estimates
-
-        plan = choose_plan(model, optimizer, loss_fn, sample_inputs, sample_targets, fixed)
+        chosen: Plan = import_module(_SEARCH).choose_plan(
+            model, optimizer, loss_fn, sample_inputs, sample_targets, fixed
+        )
+        plan = chosen
     elif fixed is not None or sample_targets is not None:
         given = "fixed" if fixed is not None else "sample_targets"
         raise ValueError(f"{given} was given with a Plan; it is for parallelize(model, 'auto', ...)")
