@@ -4,6 +4,7 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from engines import engine_of, own_shard
@@ -59,3 +60,20 @@ def _replaced() -> tuple[set[int], ...]:
 
 def test_states_that_are_dropped_are_dropped_by_all_optimizers(ranks):
     assert ranks(2, _replaced) == [({1}, {2}, {1})] * 2
+
+
+def _written_in_16_bits(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    engine = engine_of(Regular(), ADAM, precision="bf16", **fields)
+    engine.step(*data(0))
+    p = engine.model.get_parameter("wide.weight")
+    engine.optimizer.state[p]["exp_avg"][:2] = 0
+    engine.optimizer.state[p]["exp_avg_sq"] = torch.ones_like(p)
+    state = engine.optimizer.state[p]
+    return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+
+
+@pytest.mark.parametrize("fields", [{}, {"zero": 1}, {"zero": 3}], ids=str)
+def test_states_of_16_bit_parameters_are_written_in_fp32_on_one_rank_too(ranks, fields):
+    (average, square) = ranks(1, _written_in_16_bits, fields)[0]
+    assert average.dtype == square.dtype == torch.float32
+    assert not average[:2].any() and average[2:].any() and (square == 1).all()

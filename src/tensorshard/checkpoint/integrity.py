@@ -1,6 +1,7 @@
 """Whether a checkpoint is whole, cheaply or byte for byte: what it holds, and checksums of whole tensors.
 
-Each rank sums over the elements that it holds; an element's term is a hash of its bits and of its place in the whole.
+A checksum does not depend on how its tensor is laid out. Each rank sums over the elements that it holds; an element's
+term is a hash of its bits and of its place in the whole.
 """
 
 import math

@@ -1,6 +1,6 @@
 """LazyCall: a call recorded as data, and checked against the signature of its target.
 
-Also here: the error of this package, and how it names the nearest known word.
+Also here: the error of configs, and how it names the nearest known word.
 """
 
 import difflib

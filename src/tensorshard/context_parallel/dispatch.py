@@ -1,6 +1,7 @@
 """What does each operation: a rule, torch's own Python code of it, or whole tensors; and positions that a model counts.
 
-What the model makes of it, such as masks, biases and rotations, then has this rank's rows only.
+``torch.arange(T)`` is cut where T is the length of a sequence. What the model makes of it, such as masks, biases and
+rotations, then has this rank's rows only.
 """
 
 import functools

@@ -71,8 +71,8 @@ class WholeView(Protocol):
     def parts(self) -> AbstractContextManager[None]:
         """A context in which all code gets parts."""
 
-    def whole(self) -> AbstractContextManager[None]:
-        """A context, within :meth:`parts`, in which the user's code gets the whole."""
+    def whole(self, *, in_hook: bool = False) -> AbstractContextManager[None]:
+        """A context, within :meth:`parts`, in which the user's code, perhaps a hook, gets the whole."""
 
     def begin(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
         """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer`, which updates
@@ -81,8 +81,8 @@ class WholeView(Protocol):
     def is_users_call(self) -> bool:
         """Whether the code that asks is the user's, and is to get the whole now."""
 
-    def of(self, parameter: nn.Parameter) -> Any:
-        """How `parameter` looks whole; None if it is not split."""
+    def of(self, name: str) -> Any:
+        """How the parameter `name` looks whole; None if it is not split."""
 
 
 class ShardedModel(ABC):
@@ -228,8 +228,7 @@ class ShardedModel(ABC):
 
     def whole(self, name: str) -> Any:
         """How the parameter `name` looks whole to the user's code under tensor parallelism; None if it is not split."""
-        shown = self.shown_parameters()[name]
-        return next((whole for view in self.whole_views if (whole := view.of(shown)) is not None), None)
+        return next((whole for view in self.whole_views if (whole := view.of(name)) is not None), None)
 
     def average_given_gradients(self) -> None:  # noqa: B027
         """Called before gradients are read: averages those that user code has set, each data rank its own."""
@@ -327,13 +326,14 @@ class ShardedModel(ABC):
             yield
 
     @contextmanager
-    def calling_user(self) -> Iterator[None]:
-        """A context, within :meth:`computing_on_parts`, for a function of the user's that may read parameters."""
+    def calling_user(self, *, in_hook: bool = False) -> Iterator[None]:
+        """A context, within :meth:`computing_on_parts`, for a function of the user's that may read parameters, such as
+        a hook of the optimizer."""
         with ExitStack() as stack:
             for masters in self.read_in_full:
                 stack.enter_context(masters.shown())
             for view in self.whole_views:
-                stack.enter_context(view.whole())
+                stack.enter_context(view.whole(in_hook=in_hook))
             yield
 
     def local_value(self, name: str, full: torch.Tensor) -> torch.Tensor:

@@ -467,7 +467,7 @@ def complete_update(
 
 def _register_users_hook(register: Callable[..., Any], sharded: ShardedModel, hook: Callable[..., Any]) -> Any:
     def called(*args: Any, **kwargs: Any) -> Any:
-        with sharded.calling_user():
+        with sharded.calling_user(in_hook=True):
             return hook(*args, **kwargs)
 
     return register(called)

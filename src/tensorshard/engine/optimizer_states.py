@@ -34,7 +34,6 @@ class ShownStates(defaultdict[Any, Any]):
         super().__init__(dict)
         self._sharded, self._owners = sharded, owners
         self._names: dict[nn.Parameter, str] = {}  # of what the model shows
-        self._updated: dict[str, nn.Parameter] = {}
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(super().items())  # copies know nothing of the model
@@ -93,7 +92,7 @@ class ShownStates(defaultdict[Any, Any]):
         if name is None:
             return key
         if self._owners is None or name not in self._owners.names:
-            return self._updated[name]
+            return self._sharded.masters()[name]
         if name not in self._owners.parameters and not may_be_elsewhere:
             raise RuntimeError(
                 f"the optimizer's states of {name!r} are on rank {self._owners.owner(name)} alone, which updates it "
@@ -106,8 +105,7 @@ class ShownStates(defaultdict[Any, Any]):
         return False
 
     def _look_up(self) -> None:
-        self._updated = self._sharded.masters()
-        self._names = {master: name for name, master in self._updated.items()}
+        self._names = {master: name for name, master in self._sharded.masters().items()}
         self._names |= {shown: name for name, shown in self._sharded.shown_parameters().items()}
 
     def _whole(self, key: Any, updated: Any) -> Any:

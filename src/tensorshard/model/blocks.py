@@ -1,7 +1,6 @@
 """Finds a model's blocks. Sharding units, recomputation and compilation all use the same blocks.
 
-Also here: layers of unusual form: transposed linear layers, and experts stacked into parameters [experts,
-...].
+Also here: layers of unusual form: transposed linear layers, and stacked experts.
 """
 
 from collections import Counter

@@ -1,9 +1,8 @@
 """What torch keeps for this process: CUDA's record of its memory, the worker of a DataLoader, and messages.
 
-Each is matched by its exact words. No other message is silenced. Messages that can be avoided at their source are not
-here: a deprecated class of torch's own (``pytree.spec_as_tuples``), and a limit of recompilations that uncompiled
-layers
-reached (``transforms.compile``).
+A message is silenced only while tensorshard runs, and by its exact words. Messages that can be avoided at their source
+are not here: a deprecated class of torch's own (:mod:`.pytree`), and a limit of recompilations that uncompiled layers
+reached (:mod:`tensorshard.passes.compile`).
 """
 
 import logging

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -62,14 +61,11 @@ class UserViews:
         self._watches: dict[nn.Parameter, FullView] = {}
         for name, parameter in model.named_parameters():
             if split.num_shards(name) > 1 or isinstance(parameter, DTensor):  # with ZeRO 3 all look whole, or none
+                is_sharded = isinstance(parameter, DTensor)
                 self._watches[parameter] = FullView(
-                    name,
-                    split.of(name),
-                    shapes[name],
-                    self.is_users_call,
-                    isinstance(parameter, DTensor),
-                    is_master=False,
+                    name, split.of(name), shapes[name], self.is_users_call, is_sharded=is_sharded, is_master=False
                 )
+        self._by_name = {view.name: view for view in self._watches.values()}
         for parameter, view in self._watches.items():
             watch(parameter, view)
         self._pause = Pause(self._watches)
@@ -93,9 +89,9 @@ class UserViews:
         """Whether all code gets parts for now."""
         return self._depth > 0
 
-    def of(self, parameter: nn.Parameter) -> "FullView | None":
-        """How a parameter of the module looks whole; None if it is not split."""
-        return self._watches.get(parameter)
+    def of(self, name: str) -> "FullView | None":
+        """How the parameter `name` of the module looks whole; None if it is not split."""
+        return self._by_name.get(name)
 
     def begin(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
         """From now on, the user's code gets the whole outside of :meth:`parts`, and `optimizer` parts.
@@ -106,22 +102,23 @@ class UserViews:
         self._optimizer = optimizer
         self._watch_masters(masters)
         if self._watches:
-            for name in ("register_step_pre_hook", "register_step_post_hook"):  # hooks of the user's
-                setattr(optimizer, name, partial(_register, getattr(optimizer, name), self._users_hook))
             self._surround(self._model)  # all other code around a forward runs within
-            surround_later_hooks(self._model, self._users_hook)
+            surround_later_hooks(self._model, partial(self.whole, in_hook=True))
         self._leave()
 
     def _watch_masters(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Makes master weights look whole, where they are others than the module's parameters."""
-        shown = {view.name: view for view in self._watches.values()}
-        apart = {name: master for name, master in masters.items() if name in shown and master not in self._watches}
-        if not apart:
+        views = [
+            (master, self._by_name[name].of_master())
+            for name, master in masters.items()
+            if name in self._by_name and master not in self._watches
+        ]
+        if not views:
             return
         self._pause.end()
-        for name, master in apart.items():
-            self._watches[master] = shown[name].of_master(is_sharded=isinstance(master, DTensor))
-            watch(master, self._watches[master])
+        for master, view in views:
+            watch(master, view)
+        self._watches.update(views)
         self._pause = Pause(self._watches)
         self._pause.begin()
 
@@ -135,15 +132,20 @@ class UserViews:
             self._leave()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """A context, within :meth:`parts`, in which the user's code gets the whole again."""
-        depth, self._depth = self._depth, 0
+    def whole(self, *, in_hook: bool = False) -> Iterator[None]:
+        """A context, within :meth:`parts`, in which the user's code gets the whole again.
+
+        Args:
+            in_hook: whether it is a hook of the user's, which gets the whole in forwards and updates, too.
+        """
+        depth, was_in_hook = self._depth, self._in_hook
+        self._depth, self._in_hook = 0, was_in_hook or in_hook
         if depth:
             self._pause.end()
         try:
             yield
         finally:
-            self._depth = depth
+            self._depth, self._in_hook = depth, was_in_hook
             if depth:
                 self._pause.begin()
 
@@ -155,15 +157,6 @@ class UserViews:
         if not within_calls and is_in_backward():
             return False
         return is_called_by_user(sys._getframe(2), self._optimizer, within_calls=within_calls)
-
-    @contextmanager
-    def _users_hook(self) -> Iterator[None]:
-        before, self._in_hook = self._in_hook, True
-        try:
-            with self.whole():
-                yield
-        finally:
-            self._in_hook = before
 
     def _enter(self) -> None:
         self._depth += 1
@@ -237,11 +230,12 @@ def surround_later_hooks(model: nn.Module, context: Callable[[], AbstractContext
     """Runs the hooks that are registered from now on, on `model` and modules in it, within a ``context()``."""
     for module in model.modules():
         for name in _REGISTERS:
-            vars(module)[name] = partial(_register, MethodType(getattr(type(module), name), module), context)
+            vars(module)[name] = partial(_register, getattr(type(module), name), module, context)
 
 
 def _register(
     register: Callable[..., Any],
+    module: nn.Module,
     context: Callable[[], AbstractContextManager[None]],
     hook: Callable[..., Any],
     *args: Any,
@@ -252,7 +246,7 @@ def _register(
         with context():
             return hook(*given, **options)
 
-    return register(surrounded, *args, **kwargs)
+    return register(module, surrounded, *args, **kwargs)
 
 
 class FullView(Watch):
@@ -261,8 +255,8 @@ class FullView(Watch):
     Args:
         shape: of the full parameter.
         is_users_call: whether the code that asks is to get the whole.
-        is_sharded: whether data ranks shard the part.
-        is_master: whether no forward computes with it.
+        is_sharded: whether ZeRO 3 shards the part.
+        is_master: whether it is a master weight or a state, with which no forward computes.
     """
 
     stays_in_copies = True
@@ -274,7 +268,8 @@ class FullView(Watch):
         split: TensorSplit,
         shape: torch.Size,
         is_users_call: Callable[[], bool] = lambda: True,
-        is_sharded: bool = True,
+        *,
+        is_sharded: bool = False,
         is_master: bool = True,
     ) -> None:
         self.name, self.shape, self.is_sharded, self._is_master = name, shape, is_sharded, is_master
@@ -289,9 +284,9 @@ class FullView(Watch):
         """Whether the ranks that it is split over have different samples, as those that share experts."""
         return self._split.of_data_ranks
 
-    def of_master(self, *, is_sharded: bool) -> "FullView":
+    def of_master(self) -> "FullView":
         """How the parameter's master weight looks whole."""
-        return FullView(self.name, self._split, self.shape, self._is_users_call, is_sharded)
+        return FullView(self.name, self._split, self.shape, self._is_users_call)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of which each rank gives its `part`. A collective."""
