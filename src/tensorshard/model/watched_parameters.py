@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tensorshard.torch_private.dispatch import NOT_CALLED, without_torch_functions_of_tensors
+from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 from tensorshard.torch_private.tensors import share_storage, tensor_version
 
@@ -340,8 +341,10 @@ class WrittenThrough(torch.Tensor):
     _source: Source
 
     @classmethod
-    def of(cls, plain: torch.Tensor, source: Source) -> "WrittenThrough":
-        """`plain`, a view of the tensor of `source`."""
+    def of(cls, plain: torch.Tensor, source: Source) -> torch.Tensor:
+        """`plain`, a view of the tensor of `source`. A fake tensor stays itself: it has no values to write."""
+        if isinstance(plain, FakeTensor):
+            return plain
         shown = plain.as_subclass(cls)
         shown._plain, shown._source = plain, source
         return shown
