@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tensorshard as ts
 from benchmarks.harness.estimates import OPTIMIZER, Cell, Measured, batch_of, build, case_of
 from benchmarks.harness.jobs import hand_in, load_job
+from tensorshard.plan.storage import DeviceStorage
 from tensorshard.predict.rank_estimate import summarize
 from tensorshard.predict.watched_steps import watch_steps
 
@@ -40,7 +41,7 @@ def measure(cell: Cell) -> Measured:
 
     ledger, known, engine = watch_steps(make_engine, lambda: batch_of(case, cell))
     mesh = engine.mesh
-    memory = summarize(ledger, known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0)
+    memory = summarize(ledger, known, rank=mesh.rank, stage=mesh.index("pp"), device_bytes=0, storage=DeviceStorage())
     inputs, targets = batch_of(case, cell)
     start = time.process_time()
     engine.step(inputs, targets)
@@ -56,7 +57,7 @@ def main() -> None:
     for fields in load_job(job_file, LedgerJob).cells:
         cell = Cell(**fields)
         try:
-            outcome = {"measured": asdict(measure(cell))}
+            outcome: dict[str, Any] = {"measured": asdict(measure(cell))}
         except Exception as error:
             outcome = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
         failures: list[Any] = [None] * cell.world_size

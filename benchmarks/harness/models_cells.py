@@ -241,7 +241,7 @@ def _collect(started: Sequence[tuple[Any, Connection, Path]], limit: float) -> l
         for connection in ready:
             index = pending.pop(connection)
             try:
-                outcomes[index] = connection.recv()  # type: ignore[union-attr]
+                outcomes[index] = connection.recv()  # type: ignore[union-attr, call-arg]
             except EOFError:
                 log = started[index][2]
                 lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []

@@ -142,7 +142,7 @@ class HandLlama(nn.Module):
 
 class RecurrentLM(nn.Module):
     def __init__(
-        self, kind: type[nn.RNNBase], *, both: bool = False, width: int = WIDTH, vocabulary: int = VOCABULARY
+        self, kind: Callable[..., nn.RNNBase], *, both: bool = False, width: int = WIDTH, vocabulary: int = VOCABULARY
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)

@@ -81,6 +81,7 @@ class _Averaged(nn.Module):
             if not isinstance(average, DTensor):
                 average.lerp_(weight, 0.1)
                 continue
+            assert isinstance(weight, DTensor)
             full = average.full_tensor().lerp_(weight.full_tensor(), 0.1)
             if writes_back:
                 average.copy_(distribute_tensor(full, average.device_mesh, average.placements))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,9 +53,10 @@ def _norm_of_one_rank(*, fault: bool) -> Trained:
 
     def clip_masters() -> None:
         """Clips copies of the shards, as an optimizer does that keeps masters of another precision."""
-        masters = [nn.Parameter(parameter.to_local().detach().clone()) for parameter in model.parameters()]
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.to_local()
+        shards: list[Any] = list(model.parameters())  # DTensors
+        masters = [nn.Parameter(shard.to_local().detach().clone()) for shard in shards]
+        for master, shard in zip(masters, shards, strict=True):
+            master.grad = shard.grad.to_local()
         clip_grad_norm_(masters, _CLIP)
 
     return _clipped(model, clip_masters if fault else lambda: clip_grad_norm_(model.parameters(), _CLIP))

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from benchmarks.layers import LLAMA_LAYERS, LayerWork
 
 # For each kind of layer, by the module that holds it: what reads its input, what writes its output.
-_REGIONS = {
+_REGIONS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "block": {
         "block.attention": (("query", "key", "value"), "output"),
         "block.mlp": (("up",), "down"),

@@ -454,6 +454,8 @@ class ReplicatedGradients:
                 for p in members:
                     self._take_local(p)
                 continue
+            for p in members:
+                p.sum_given_gradient()
             # Averaged gradients of the bucket stay out of the sum.
             averaged = {p: held_gradient(p.compute) for p in bucket.parameters if p not in members}
             for p in averaged:

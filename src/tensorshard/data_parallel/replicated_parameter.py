@@ -310,6 +310,13 @@ class ReplicatedParameter:
         held = held_gradient(self.compute)
         return held is not None and held is not self.averaged and (communicate or self.master is not self.compute)
 
+    def sum_given_gradient(self) -> None:
+        """Makes the gradient that user code has set, the mean over the ranks that share an expert, their sum."""
+        sharing = self.groups.ranks // (1 if self.groups.all is None else self.groups.all.size())
+        gradient = held_gradient(self.compute) if self.given is None else self.given
+        if sharing > 1 and gradient is not None:
+            gradient.mul_(sharing)
+
     def set_gradient(self, part: torch.Tensor) -> None:
         """Adds `part`, this rank's shard of the averaged gradient with its padding, to the master's gradient."""
         shard = part

@@ -129,7 +129,8 @@ class ShardedGradients:
         given = {p: vars(p).get("_whole_gradient") for p in self._by_hand}
         given = {p: gradient for p, gradient in given.items() if gradient is not None}
         self._by_hand.clear()
-        scalars = {s for s in self._scalars if s.grad is not None and s.grad is not self._averaged.get(s)}
+        mine = [s for s in self._scalars if s.numel() and s.grad is not None]  # empty ones are other ranks'
+        scalars = {s for s in mine if s.grad is not self._averaged.get(s)}
         if not given and not scalars:
             return
         trained = self._trained()
@@ -138,7 +139,8 @@ class ShardedGradients:
             if count < 0.5:
                 continue
             if isinstance(parameter, DTensor):
-                parameter.grad = averaged_shard(given.get(parameter), parameter, self._group.size())
+                # That of an expert is the mean over the ranks that share it already.
+                parameter.grad = averaged_shard(given.get(parameter), parameter, parameter.device_mesh.size())
             else:
                 parameter.grad = averaged(parameter.grad, parameter, self._group)
                 self._averaged[parameter] = parameter.grad
@@ -217,15 +219,18 @@ class ShardedGradients:
             scalar.grad = torch.full_like(scalar, total / self._group.size())
             self._averaged[scalar] = scalar.grad
         for parameter, count in zip(trained, sums[: len(trained)], strict=True):
-            if count >= _READ:
+            if not isinstance(parameter, DTensor) and not parameter.numel():  # the same on ranks that used it or not
+                if count > 0.5:
+                    parameter.grad = self._averaged[parameter] = torch.zeros_like(parameter)
+                else:
+                    parameter.grad = None
+            elif count >= _READ:
                 assert isinstance(parameter, DTensor)
                 average = averaged_shard(self._whole.get(parameter), parameter, self._group.size())
                 parameter.grad = average if parameter.grad is None else parameter.grad + average
                 self._used.add(parameter)
             elif count < 0.5:
                 parameter.grad = None
-            elif parameter.numel() == 0 and not isinstance(parameter, DTensor):  # the same on ranks that used it or not
-                parameter.grad = self._averaged[parameter] = torch.zeros_like(parameter)
         self._whole.clear()
 
     def sum_over_ranks(self, numbers: Sequence[float], scalars: Sequence[torch.Tensor | float] = ()) -> list[float]:
@@ -267,7 +272,12 @@ def averaged_shard(gradient: torch.Tensor | None, parameter: DTensor, ranks: int
 
 
 def averaged(gradient: torch.Tensor | None, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The average of the data ranks' gradients by a `parameter` that is not sharded. A collective."""
+    """The average of the data ranks' gradients by a `parameter` that is not sharded.
+
+    A collective, unless it is empty, as an expert in a list is on ranks that have others.
+    """
+    if not parameter.numel():
+        return torch.zeros_like(parameter)
     total = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
     all_reduce_(total, group, what="a gradient")
     return total / group.size()

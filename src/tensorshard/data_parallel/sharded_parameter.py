@@ -113,6 +113,24 @@ def read_as_full(parameter: DTensor, reader: Reader) -> None:
     parameter.__class__ = ShardedParameter
 
 
+def read_in_full(value: Any) -> Any:
+    """A sharded parameter in full, with gradients where it and the caller have them. Any other value is returned as it
+    is."""
+    return _full(value)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a sharded `parameter`, or that which the user has given it in full; of another one its own."""
+    kind: Any = ShardedParameter if isinstance(parameter, DTensor) else torch.Tensor
+    gradient: torch.Tensor | None = kind.grad.__get__(parameter)
+    return gradient
+
+
+def give_gradient(parameter: DTensor, gradient: torch.Tensor | None) -> None:
+    """Sets the gradient of a sharded `parameter`: its shard of the average, or this rank's in full."""
+    ShardedParameter.grad.__set__(parameter, gradient)  # type: ignore[attr-defined]
+
+
 class ReadInFull:
     """Sharded parameters that the user's code reads in full, which no forward computes with.
 
@@ -404,8 +422,8 @@ def _set(func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad``."""
+def differentiate(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``. The gradients of sharded parameters are averages over the data ranks, and sharded."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     inputs = arguments["inputs"]
@@ -427,7 +445,7 @@ _KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "draw": _draw,
     "write": _write,
     "set": _set,
-    "grad": _differentiate,
+    "grad": differentiate,
 }
 
 

@@ -363,16 +363,16 @@ class FinalGradients:
         wholes = {name: self._sharded.whole(name) for name in self.trained}
         for hook in list(self._hooks.values()):
             for name, parameter in self.trained.items():
-                whole = wholes[name]
-                if parameter.grad is None:
-                    if whole is not None and whole.of_data_ranks:  # of which others may have one
-                        whole.shown(torch.zeros_like(parameter))
-                    continue
+                whole, held = wholes[name], parameter.grad
                 with self._sharded.calling_user():
-                    gradient = parameter.grad if whole is None else whole.shown(parameter.grad)
+                    gradient = parameter.grad if whole is None else whole.whole_gradient(parameter, held)
+                    if gradient is None:
+                        continue
                     changed = hook(name, gradient)
-                if changed is not None:
-                    _check_like(changed, gradient, name)
+                if changed is None:
+                    continue
+                _check_like(changed, gradient, name)
+                if held is not None:  # else this rank has no part of it
                     parameter.grad = changed if whole is None else whole.part_like(parameter, changed)
 
 

@@ -17,6 +17,7 @@ from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import members_of
 from tensorshard.engine.owners import Owners
 from tensorshard.tensor_parallel.apply.user_views import FullView
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 
 
 class ShownStates(defaultdict[Any, Any]):
@@ -70,7 +71,8 @@ class ShownStates(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, state: Any) -> None:
         updated = self._updated_of(key)
         if isinstance(state, _WholeState):  # that was popped
-            super().__setitem__(updated, state.held)
+            if not state.is_elsewhere:
+                super().__setitem__(updated, state.held)
         elif updated is key and not self._is_users_call():
             super().__setitem__(key, state)
         else:
@@ -86,9 +88,7 @@ class ShownStates(defaultdict[Any, Any]):
         """The tensor by which the optimizer keeps the states of `key`."""
         if not isinstance(key, nn.Parameter) or super().__contains__(key):
             return key
-        if key not in self._names:
-            self._look_up()
-        name = self._names.get(key)
+        name = self._name(key)
         if name is None:
             return key
         if self._owners is None or name not in self._owners.names:
@@ -104,30 +104,77 @@ class ShownStates(defaultdict[Any, Any]):
         """Whether code of the user's that gets whole parameters asks."""
         return False
 
-    def _look_up(self) -> None:
-        self._names = {master: name for name, master in self._sharded.masters().items()}
-        self._names |= {shown: name for name, shown in self._sharded.shown_parameters().items()}
-
     def _whole(self, key: Any, updated: Any) -> Any:
         """The states that are kept by `updated`, as `key` looks: whole, where the parameter does."""
-        state = super().__getitem__(updated)
-        if updated not in self._names:
-            self._look_up()
-        name = self._names.get(updated)
+        whole = self._view(key, updated)
+        if whole is None:
+            return super().__getitem__(updated)
+        if not whole.of_data_ranks:
+            return _WholeState(super().__getitem__(updated), updated, whole)
+        outlines = whole.of_all_ranks(_outline(super().get(updated, {}), whole.part_shape(updated)))
+        if not whole.is_elsewhere:
+            return _WholeState(super().__getitem__(updated), updated, whole)
+        held: dict[str, Any] = dict(next(filter(None, outlines), {}))
+        with without_torch_functions_of_tensors():
+            for name, value in held.items():
+                if isinstance(value, torch.dtype):
+                    held[name] = torch.zeros_like(updated, dtype=value)
+        return _WholeState(held, updated, whole)
+
+    def _view(self, key: Any, updated: Any) -> FullView | None:
+        """How `key` looks whole; None if the optimizer updates all of it here, as it is."""
+        name = self._name(updated)
         if name is None or (self._owners is not None and name in self._owners.names):
-            return state
+            return None
         whole = self._sharded.whole(name)
         if whole is None and key is not updated:
             split: Any = self._sharded.split.of(name)
             whole = FullView(name, split, key.shape)
-        return state if whole is None else _WholeState(state, updated, whole)
+        return whole
+
+    def _name(self, parameter: Any) -> str | None:
+        if parameter not in self._names:
+            self._names = {master: name for name, master in self._sharded.masters().items()}
+            self._names |= {shown: name for name, shown in self._sharded.shown_parameters().items()}
+        return self._names.get(parameter)
 
 
 class _WholeStates(ShownStates):
-    """States of which this rank has parts, as of split parameters. Code of the user gets them whole."""
+    """States of which this rank has parts, as of split parameters. Code of the user gets them whole.
+
+    The ranks that share experts have states of their own experts alone. Each of them finds those of all.
+    """
+
+    def __init__(self, sharded: ShardedModel, owners: Owners | None) -> None:
+        super().__init__(sharded, owners)
+        wholes = map(sharded.whole, sharded.masters())
+        self._has_experts = any(whole is not None and whole.of_data_ranks for whole in wholes)
 
     def __getitem__(self, key: Any) -> Any:
         return self._whole(key, self._updated_of(key)) if self._is_users_call() else super().__getitem__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        is_here = super().__contains__(key)
+        if not (self._has_experts and isinstance(key, nn.Parameter) and self._is_users_call()):
+            return is_here
+        whole = self._view(key, self._updated_of(key, may_be_elsewhere=True))
+        return is_here if whole is None else whole.is_on_any_rank(is_here, key.device)
+
+    def __delitem__(self, key: Any) -> None:
+        if self._has_experts and key in self and not super().__contains__(key):
+            return  # the ranks that have the expert delete its states
+        super().__delitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not (self._has_experts and self._is_users_call()):
+            return super().__iter__()
+        return iter([master for master in self._sharded.masters().values() if master in self])
+
+    def __len__(self) -> int:
+        return len(list(iter(self))) if self._has_experts else super().__len__()
+
+    def keys(self) -> Any:
+        return list(self) if self._has_experts else super().keys()
 
     def values(self) -> Any:
         return [self._whole(key, key) for key in self] if self._is_users_call() else super().values()
@@ -152,6 +199,11 @@ class _WholeState(MutableMapping[str, Any]):
 
     def __init__(self, held: dict[str, Any], updated: nn.Parameter, whole: FullView) -> None:
         self.held, self._updated, self._whole = held, updated, whole
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other ranks hold them."""
+        return self._whole.is_elsewhere
 
     def __getitem__(self, name: str) -> Any:
         value = self.held[name]
@@ -180,6 +232,14 @@ class _WholeState(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def _outline(state: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
+    """The types of those states that are of `shape`, and the others."""
+    return {
+        name: value.dtype if isinstance(value, torch.Tensor) and value.shape == shape else value
+        for name, value in state.items()
+    }
 
 
 def show_states(optimizer: torch.optim.Optimizer, sharded: ShardedModel, owners: Owners | None) -> Callable[[], None]:

@@ -511,9 +511,9 @@ def _using_weights(
 
 
 def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor for a parameter that tensor-parallel ranks split."""
-    whole = sharded.split.num_shards(name) > 1 and value.shape == sharded.full_shapes().get(name)
-    return sharded.split.local(name, value) if whole and not isinstance(value, DTensor) else value
+    """What this rank's parameter takes of `value`, if that is whole."""
+    is_whole = not isinstance(value, DTensor) and value.shape == sharded.full_shapes().get(name)
+    return sharded.shown_value(name, value) if is_whole else value
 
 
 def _summarize(

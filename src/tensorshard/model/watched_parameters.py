@@ -44,6 +44,8 @@ METADATA = frozenset(
 }
 """Functions that do not look at the values of a tensor, as ``__torch_function__`` gets them."""
 
+_PLAIN_FUNCTION = nn.Parameter.__torch_function__
+
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -138,6 +140,9 @@ class _Watched:
             result = watching.call(func, args, kwargs)
             if result is not NotImplemented:
                 return result
+        plain = cls.__mro__[2]  # the parameter's own class
+        if plain.__torch_function__ is not _PLAIN_FUNCTION:  # type: ignore[attr-defined]
+            return plain.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
         with without_torch_functions_of_tensors():
             return func(*args, **kwargs)
 

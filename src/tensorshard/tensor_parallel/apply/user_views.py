@@ -18,7 +18,7 @@ whole.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import distribute_like, on_mesh_device
+from tensorshard.data_parallel.sharded_parameter import differentiate, give_gradient, gradient_of, read_in_full
 from tensorshard.model.call_stack import is_called_by_user, mark_modules
 from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.watched_parameters import Pause, Source, Watch, WrittenThrough, run, unwatch, watch, watches_of
@@ -59,9 +60,9 @@ class UserViews:
         # What ZeRO 3 shows between a forward and its backward.
         self._gathered: list[tuple[nn.Parameter, FullView]] = []
         self._watches: dict[nn.Parameter, FullView] = {}
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         for name, parameter in model.named_parameters():
             if split.num_shards(name) > 1 or isinstance(parameter, DTensor):  # with ZeRO 3 all look whole, or none
-                is_sharded = isinstance(parameter, DTensor)
                 self._watches[parameter] = FullView(
                     name, split.of(name), shapes[name], self.is_users_call, is_sharded=is_sharded, is_master=False
                 )
@@ -204,6 +205,13 @@ class UserViews:
         for module, key, parameter, view in self._places:
             tensor = parameter_at(module, key)
             if tensor is not parameter and tensor is not None and tensor.shape == view.shape:
+                if view.of_data_ranks and torch.is_grad_enabled() and tensor.requires_grad:
+                    raise RuntimeError(
+                        f"the model was called with other weights for {view.name!r} that autograd records, as an inner "
+                        f"step of MAML does by torch.func.functional_call, under a plan with ep={view.ranks}, "
+                        f"where a rank has no graph of the experts of others: use ep=1; under torch.no_grad(), or with "
+                        f"weights that are detached, it works"
+                    )
                 set_parameter(module, key, PartOf.apply(tensor, view))
                 yield module, key, tensor
 
@@ -280,6 +288,11 @@ class FullView(Watch):
         return self
 
     @property
+    def ranks(self) -> int:
+        """How many ranks it is split over; where experts are split, how many share them."""
+        return self._split.size
+
+    @property
     def of_data_ranks(self) -> bool:
         """Whether the ranks that it is split over have different samples, as those that share experts."""
         return self._split.of_data_ranks
@@ -291,6 +304,29 @@ class FullView(Watch):
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of which each rank gives its `part`. A collective."""
         return self._split.full(self.name, part, self.shape)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this rank has no element of it, as of an expert in a list that another rank holds."""
+        return any(not sum(length for _, length in ranges) for ranges in self.cuts.values())
+
+    def of_all_ranks(self, here: Any) -> list[Any]:
+        """What each of the ranks has as `here`. A collective."""
+        gathered: list[Any] = [None] * self.ranks
+        torch.distributed.all_gather_object(gathered, here, group=self._split.group)
+        return gathered
+
+    def is_on_any_rank(self, here: bool, device: torch.device) -> bool:
+        """Whether something is true on one of the ranks at least. A collective where they differ, as those do that have
+        different experts."""
+        if not self.of_data_ranks:
+            return here
+        count = torch.tensor(float(here), device=device)
+        return collectives.reduce(count, self._split.group).item() > 0.0
+
+    def of_one_rank(self, sums: torch.Tensor) -> torch.Tensor:
+        """The gradient of one rank's samples on average, of `sums` over the ranks where they have different ones."""
+        return sums / self.ranks if self.of_data_ranks else sums
 
     def sum_gradients(self, whole: torch.Tensor) -> torch.Tensor:
         """The gradient of the whole: the sum of the ranks', where they have different samples."""
@@ -317,8 +353,16 @@ class FullView(Watch):
         return _call(function, args, kwargs)
 
     def gradient(self, parameter: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor | None:
-        if held is None or not self._is_users_call():
-            return held
+        held = gradient_of(parameter) if self.is_sharded else held
+        return self.whole_gradient(parameter, held) if self._is_users_call() else held
+
+    def whole_gradient(self, parameter: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor | None:
+        """The whole gradient, of which this rank has `held`; None if no rank has any. A rank without the expert has
+        none of its own."""
+        if not self.is_on_any_rank(held is not None, parameter.device):
+            return None
+        with without_torch_functions_of_tensors():
+            held = torch.zeros_like(parameter) if held is None else held
         return self.shown(held)
 
     def held_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -330,20 +374,21 @@ class FullView(Watch):
             raise RuntimeError(
                 f"a gradient of shape {list(gradient.shape)} was assigned to {self.name!r} of shape {list(self.shape)}"
             )
-        return self.part_like(parameter, gradient)
+        plain = gradient._plain if isinstance(gradient, WrittenThrough) else gradient
+        mean = self.of_one_rank(self.sum_gradients(plain))
+        return self.cut(mean) if self.is_sharded else self.part_like(parameter, mean)
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> bool:
+        if not (self.is_sharded and isinstance(parameter, DTensor)):
+            return False
+        give_gradient(parameter, gradient)
+        return True
 
     def source(self, held: torch.Tensor, *, graph: bool) -> Source:
         """The whole of what this rank has as `held`."""
         graph = graph and not self._is_master
-        if graph and self.is_sharded:
-            axis = "ep" if self._split.of_data_ranks else "tp"
-            raise RuntimeError(
-                f"parameter {self.name!r} was read outside of the model's forward while autograd records, as a penalty "
-                f"on the weights does, under a plan with {axis}={self._split.size} and zero=3, where its gradient "
-                f"could not be counted once: use zero=0, 1 or 2 with {axis}; under torch.no_grad() it can be read"
-            )
-        base = _Gathered.apply(held, self) if graph else self._read(held)
-        return Source(base, partial(_version, held), partial(self._read, held), partial(self._store, held))
+        base = _Gathered.apply(read_in_full(held), self) if graph else self.read(held)
+        return Source(base, partial(_version, held), partial(self.read, held), partial(self._store, held))
 
     def shown(self, held: torch.Tensor) -> torch.Tensor:
         """A tensor that is the whole of `held`, and writes to it."""
@@ -351,7 +396,8 @@ class FullView(Watch):
         return WrittenThrough.of(source.base, source)
 
     @torch.no_grad()
-    def _read(self, held: torch.Tensor) -> torch.Tensor:
+    def read(self, held: torch.Tensor) -> torch.Tensor:
+        """The whole of what this rank has as `held`."""
         with without_torch_functions_of_tensors():
             part = held.detach()
             return self.gather(on_mesh_device(part).full_tensor() if isinstance(part, DTensor) else part)
@@ -359,7 +405,11 @@ class FullView(Watch):
     def _store(self, held: torch.Tensor, whole: torch.Tensor) -> None:
         with without_torch_functions_of_tensors():
             part = self.cut(whole)
-            if self.is_sharded and not isinstance(held, DTensor):
+            if (
+                self.is_sharded
+                and isinstance(held, nn.Parameter)
+                and not (isinstance(held, DTensor) or self.is_elsewhere)
+            ):
                 raise RuntimeError(
                     f"parameter {self.name!r} was written to between a forward and its backward, where zero=3 shows a "
                     f"gathered copy: write to it after the backward"
@@ -399,7 +449,8 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, view: FullView) -> torch.Tensor:
         ctx.view = view
-        return view.gather(part)
+        whole = view.gather(part)
+        return whole.clone() if whole is part else whole  # what is not split
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -478,13 +529,14 @@ def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     if own is not None:
         if function in _OF_SHAPES:
             with without_torch_functions_of_tensors():
-                return function(first.new_empty(()).expand(own.shape), *args[1:], **kwargs)
+                empty = torch.empty((), dtype=first.dtype, device=first.device)  # no DTensor
+                return function(empty.expand(own.shape), *args[1:], **kwargs)
         if function == _SET_DATA:
             value = args[1]
             return own.write(first, value._plain if isinstance(value, WrittenThrough) else value)
         if function == _REPRESENTATION:
             return f"Parameter of shape {list(own.shape)}, of which each tensor-parallel rank holds a part"
-        plain = not isinstance(first, DTensor)
+        plain = not (own.is_sharded or isinstance(first, DTensor))
         if plain and function in _ELEMENTWISE and _on_parts(function, own, args, kwargs):
             return first
     sources: dict[int, Source] = {}
@@ -530,25 +582,48 @@ def _on_parts(function: Callable[..., Any], own: FullView, args: Any, kwargs: di
 
 def _autograd_gradients(args: Any, kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad``: the gradients of whole parameters are whole."""
-    outputs, inputs, *others = args
-    several = isinstance(inputs, tuple | list)
-    wanted = list(inputs) if several else [inputs]
-    if any((view := _view_of(parameter)) and view.is_sharded for parameter in wanted):
-        raise RuntimeError(
-            "torch.autograd.grad was asked for gradients of parameters that zero=3 shards, and forwards compute with "
-            "gathered ones: call engine.backward(loss) and read p.grad, or use zero=0, 1 or 2"
-        )
-    given, wanted_plain, rest, options = tree_map_only(
-        WrittenThrough, lambda leaf: leaf._plain, (outputs, wanted, others, kwargs)
-    )
+    outputs, inputs = args  # torch hands on all else by name
+    views = [_view_of(parameter) for parameter in inputs]
+    outputs, inputs, options = tree_map_only(WrittenThrough, lambda leaf: leaf._plain, (outputs, inputs, kwargs))
+    if any(view is not None and view.is_sharded for view in views):
+        with without_torch_functions_of_tensors():
+            averages = differentiate(torch.autograd.grad, (outputs, inputs), options)
+        pairs = zip(views, averages, strict=True)
+        return tuple(g if view is None or g is None else view.read(g) for view, g in pairs)
+    of_data_ranks = any(view is not None and view.of_data_ranks for view in views)
     with without_torch_functions_of_tensors():
-        gradients = torch.autograd.grad(given, wanted_plain, *rest, **options)
-    return tuple(_full_gradient(_view_of(p), gradient) for p, gradient in zip(wanted, gradients, strict=True))
+        gradients = torch.autograd.grad(
+            outputs, inputs, **{**options, "allow_unused": True} if of_data_ranks else options
+        )
+        if of_data_ranks:
+            gradients = _with_experts_of_others(gradients, inputs, views, options)
+    return tuple(_full_gradient(view, gradient) for view, gradient in zip(views, gradients, strict=True))
+
+
+def _with_experts_of_others(
+    gradients: Sequence[torch.Tensor | None], inputs: Sequence[Any], views: Sequence[FullView | None], options: Any
+) -> list[torch.Tensor | None]:
+    """`gradients`, with an empty one of each expert that other ranks hold and have a gradient of."""
+    results: list[torch.Tensor | None] = []
+    for index, (gradient, part, view) in enumerate(zip(gradients, inputs, views, strict=True)):
+        is_used = gradient is not None
+        if view is not None:
+            is_used = view.is_on_any_rank(is_used, part.device)
+        if not is_used and not options["allow_unused"]:
+            what = f"input {index}" if view is None else f"parameter {view.name!r}"
+            raise RuntimeError(
+                f"torch.autograd.grad was called by {what}, on which its outputs do not depend: pass "
+                f"allow_unused=True, and its gradient is None"
+            )
+        is_of_others = is_used and gradient is None
+        results.append(torch.zeros_like(part).requires_grad_(options["create_graph"]) if is_of_others else gradient)
+    return results
 
 
 def _full_gradient(view: FullView | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
     if view is None or gradient is None:
         return gradient
     if gradient.dim() > len(view.shape):  # is_grads_batched
-        return torch.stack([_Gathered.apply(row, view) for row in gradient])
-    return _Gathered.apply(gradient, view)
+        return torch.stack([whole for row in gradient if (whole := _full_gradient(view, row)) is not None])
+    whole = _Gathered.apply(gradient, view)  # of the samples of all ranks that share the expert
+    return view.of_one_rank(whole)
