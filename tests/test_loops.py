@@ -1,16 +1,18 @@
 """Whatever a loop does with weights and gradients, under every plan, gives what one process gives, or a sentence."""
 
 from functools import cache
+from math import prod
 
 import pytest
 
 import loops
 
 # Loop, plan: how the sentence begins. What one process does cannot be done there, or has another call.
+PLANS = loops.PLANS | loops.EXPERT_PLANS
 _PP = "RuntimeError: under Plan(pp=2) this rank has stage"
 _OFFLOADED = "RuntimeError: parameter 'blocks.0.0."
 SENTENCES: dict[tuple[str, str], str] = {
-    **{("replace", plan): "RuntimeError: module 'head' was replaced in the model after" for plan in loops.PLANS},
+    **{("replace", plan): "RuntimeError: module 'head' was replaced in the model after" for plan in PLANS},
     **{(loop, "pp"): _PP for loop in ("sharpness", "double_backward", "two_engines", "gradients_by_hand")},
     **{(loop, "pp"): _PP for loop in ("other_weights", "clip_each")},
     ("other_method", "pp"): "RuntimeError: engine.model.",  # blocks.2, or inlet, cannot be called on this rank
@@ -40,10 +42,11 @@ OF_ONE_STAGE = {("steps_skip", "pp")}
 @pytest.fixture(scope="module")
 def alone(ranks):
     """What one process gives."""
-    return cache(lambda loop, parts: ranks(1, loops.run, loop, None, parts)[0])
+    return cache(lambda loop, parts, experts: ranks(1, loops.run, loop, None, parts, experts)[0])
 
 
 CELLS = [(loop, plan) for loop in loops.LOOPS for plan in loops.PLANS if (loop, plan) not in OF_ONE_STAGE]
+CELLS += [(loop, plan) for loop in loops.LOOPS for plan in loops.EXPERT_PLANS if loops.LOOPS[loop][1] is loops.Net]
 
 
 FAST = {"zero3"}  # plans
@@ -60,16 +63,16 @@ FAST_CELLS = {
     [pytest.param(*cell, marks=() if cell[1] in FAST or cell in FAST_CELLS else pytest.mark.slow) for cell in CELLS],
 )
 def test_a_loop_gives_what_one_process_gives(ranks, alone, loop, plan):
-    world_size, fields = loops.PLANS[plan]
-    parts = world_size // (fields.get("tp", 1) * fields.get("pp", 1))
-    found = ranks(world_size, loops.try_to_run, loop, fields, parts)
+    world_size, fields = PLANS[plan]
+    parts, experts = world_size // prod(fields.get(axis, 1) for axis in ("tp", "cp", "pp")), plan in loops.EXPERT_PLANS
+    found = ranks(world_size, loops.try_to_run, loop, fields, parts, experts)
     if (loop, plan) in SENTENCES:
         assert all(isinstance(sentence, str) for sentence in found)
         assert any(sentence.startswith(SENTENCES[loop, plan]) for sentence in found)  # others may fail by that
         return
     for sentence in found:
         assert not isinstance(sentence, str), sentence
-    state, values = alone(loop, parts)
+    state, values = alone(loop, parts, experts)
     tolerance = 3e-2 if fields.get("precision") == "bf16" else 2e-5
     assert found[0][0].keys() == state.keys()
     for name, weight in state.items():

@@ -86,6 +86,70 @@ class Teacher(nn.Module):
         return self.student(x + 0.1) + 0.5 * target
 
 
+class Listed(nn.Module):
+    """Each expert is a module, which is called with the tokens that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        result = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == index)
+            if len(rows):
+                result = result.index_add(0, rows, expert(tokens[rows]) * weights[rows, places, None])
+        return result.view_as(x)
+
+
+class Stack(nn.Module):
+    """The weights of all experts in one parameter each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 8, 16) / 4)
+        self.down = nn.Parameter(torch.randn(4, 16, 8) / 4)
+
+    def forward(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(tokens)
+        for index in range(self.num_experts):
+            rows, places = torch.where(chosen == index)
+            out = F.linear(torch.tanh(F.linear(tokens[rows], self.up[index])), self.down[index])
+            result = result.index_add(0, rows, out * weights[rows, places, None])
+        return result
+
+
+class Stacked(nn.Module):
+    """A mixture whose experts are a :class:`Stack`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        return self.experts(tokens, chosen, weights).view_as(x)
+
+
+class Experts(Net):
+    """A net with two mixtures of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.stacked = Listed(), Stacked()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().encode(x)
+        x = x + self.listed(x)
+        return x + self.stacked(x)
+
+
 class Side:
     """One process, or one rank of an Engine.
 
@@ -520,6 +584,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid-zero3": (4, dict(dp_replicate=2, zero=3)),
     "tp": (2, dict(tp=2)),
     "tp-zero1": (4, dict(tp=2, zero=1)),
+    "tp-zero3": (4, dict(tp=2, zero=3)),
+    "cp-zero1": (2, dict(cp=2, zero=1)),
+    "cp-zero3": (2, dict(cp=2, zero=3)),
     "sequence-parallel": (2, dict(tp=2, sequence_parallel=True)),
     "pp": (2, dict(pp=2, micro_batches=2)),
     "bf16-zero1": (2, dict(zero=1, precision="bf16")),
@@ -529,21 +596,36 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# Of models with experts.
+EXPERT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep": (2, dict(ep=2, zero=0)),
+    "ep-zero1": (2, dict(ep=2, zero=1)),
+    "2xep-zero2": (4, dict(ep=2, zero=2)),
+    "ep-zero3": (2, dict(ep=2, zero=3)),
+    "ep-tp-zero3": (4, dict(ep=2, tp=2, zero=3)),
+}
+
 Results = tuple[dict[str, torch.Tensor], dict[str, float]]
 
 
-def run(loop: str, fields: dict[str, Any] | None, parts: int) -> Results:
-    """Weights and further values after a few steps. On ranks other than the first the weights are {}."""
+def run(loop: str, fields: dict[str, Any] | None, parts: int, experts: bool = False) -> Results:
+    """Weights and further values after a few steps. On ranks other than the first the weights are {}.
+
+    Args:
+        experts: whether the model has mixtures of experts.
+    """
     act, build, optimizer = LOOPS[loop]
+    if experts:
+        build = Experts
     side = Side(build, fields, optimizer, parts)
     for side.steps in range(STEPS):
         act(side, side.steps)
     return side.state(), side.values
 
 
-def try_to_run(loop: str, fields: dict[str, Any], parts: int) -> Results | str:
+def try_to_run(loop: str, fields: dict[str, Any], parts: int, experts: bool = False) -> Results | str:
     """As :func:`run`; the sentence if it is refused."""
     try:
-        return run(loop, fields, parts)
+        return run(loop, fields, parts, experts)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

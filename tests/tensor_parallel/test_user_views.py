@@ -466,14 +466,12 @@ def refusal(call: Callable[..., Any], *args: Any) -> str:
 
 @pytest.mark.parametrize("own_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("penalty", [squares, head_alone])
-def test_a_penalty_with_shards_is_refused(ranks, penalty, own_loop):
-    for message in ranks(4, refusal, penalize, penalty, dict(tp=2, zero=3), own_loop):
-        assert "zero=0, 1 or 2 with tp" in message
+def test_a_penalty_with_shards(ranks, penalty, own_loop):
+    assert max(ranks(4, penalize, penalty, dict(tp=2, zero=3), own_loop)[0]) < 2e-5
 
 
-def test_gradients_by_hand_of_shards_are_refused(ranks):
-    for message in ranks(4, refusal, differentiate, by_hand, dict(tp=2, zero=3)):
-        assert "engine.backward(loss) and read p.grad" in message
+def test_gradients_by_hand_of_shards(ranks):
+    assert ranks(4, differentiate, by_hand, dict(tp=2, zero=3))[0] < 2e-5
 
 
 # -- what it looks like --
