@@ -114,6 +114,14 @@ def test_an_answer_is_quick_only_for_shapes_that_were_seen():
             torch.mm(x, x)
 
 
+def test_several_results_with_names_are_remembered():
+    with QuickFakeTensorMode() as mode:
+        given = (torch.empty(4, 3, 5), None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5)
+        for _ in range(2):
+            outputs, known = mode.call(torch.ops.aten.native_batch_norm.default, given, {})
+            assert known is not None and [tuple(output.shape) for output in outputs] == [(4, 3, 5), (3,), (3,)]
+
+
 def test_answers_that_depend_on_values_are_asked_for_every_time():
     with QuickFakeTensorMode():
         mask = torch.ones(4, dtype=torch.bool)

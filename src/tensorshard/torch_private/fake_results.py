@@ -172,7 +172,7 @@ class QuickFakeTensorMode(FakeTensorMode):
             return None  # as many values as the mask has ones
         given = [*args, *kwargs.values()]
         storages = {tensor.untyped_storage()._cdata for tensor in tree_tensors(given)}
-        kind = type(output) if type(output) in (tuple, list) else None
+        kind = tuple if isinstance(output, tuple) else list if isinstance(output, list) else None  # named ones, too
         outputs: list[_Tensor | int | None] = []
         for leaf in (output,) if kind is None else output:
             place = next((i for i, value in enumerate(args) if value is leaf and leaf is not None), None)
