@@ -235,11 +235,9 @@ class _WholeState(MutableMapping[str, Any]):
 
 
 def _outline(state: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """The types of those states that are of `shape`, and the others."""
-    return {
-        name: value.dtype if isinstance(value, torch.Tensor) and value.shape == shape else value
-        for name, value in state.items()
-    }
+    """The types of those states that are of `shape`, and the others, off the device."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return state | {name: t.dtype if t.shape == shape else t.detach().cpu() for name, t in tensors.items()}
 
 
 def show_states(optimizer: torch.optim.Optimizer, sharded: ShardedModel, owners: Owners | None) -> Callable[[], None]:

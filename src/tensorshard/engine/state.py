@@ -407,7 +407,7 @@ class StateMethods:
 
         Args:
             weights: by names of ``engine.model.named_parameters()``, each laid out like its parameter, as
-                ``parameter.detach().clone()`` is.
+                ``parameter.detach().clone()`` is, or whole.
 
         Raises:
             ValueError: no parameter has a name, or a shape differs; nothing was changed then.
