@@ -83,11 +83,22 @@ def test_resnet_in_a_pipeline(ranks):
 
 
 def _of_a_callable(fields: dict[str, Any]) -> list[float]:
+    """Norms of the initial weights; then losses, and sums of the weights after the steps."""
     engine = ts.parallelize(_Classifier, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=given_loss, seed=3)
+    initial = _norms(engine.full_state_dict())
     whole, targets = classifier_batch()
     inputs, part = parity.shard(engine, (whole, targets), targets)
     losses = [engine.step(inputs, part).item() for _ in range(4)]
-    return [*losses, engine.evaluate(inputs, part).item(), *(v.sum().item() for v in engine.full_state_dict().values())]
+    return [
+        *initial,
+        *losses,
+        engine.evaluate(inputs, part).item(),
+        *(v.sum().item() for v in engine.full_state_dict().values()),
+    ]
+
+
+def _norms(state: dict[str, torch.Tensor]) -> list[float]:
+    return [value.double().norm().item() for value in state.values()]
 
 
 class _Classifier(nn.Module):
@@ -106,6 +117,9 @@ class _Classifier(nn.Module):
 def test_initial_weights_of_a_callable_do_not_depend_on_the_plan(ranks):
     """No rank holds all classes of what its constructor asked for, and the whole world is not a group of its own."""
     alone = ranks(1, _of_a_callable, dict())[0]
+    torch.manual_seed(3)
+    initial = _norms(_Classifier().state_dict())
+    torch.testing.assert_close(alone[: len(initial)], initial)
     for world_size, fields in ((2, dict(tp=2)), (2, dict(zero=3)), (4, dict(tp=2, zero=3))):
         found = ranks(world_size, _of_a_callable, fields)[0]
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
@@ -115,7 +129,7 @@ def _of_meta(fields: dict[str, Any]) -> list[float]:
     with torch.device("meta"):
         model = _Classifier()
     engine = ts.parallelize(model, ts.Plan(**fields), optimizer=parity.ADAMW, loss_fn=given_loss, seed=3)
-    return [value.double().norm().item() for value in engine.full_state_dict().values()]
+    return _norms(engine.full_state_dict())
 
 
 def test_a_meta_module_gets_the_weights_of_a_linear_layer(ranks):

@@ -17,7 +17,6 @@ from tensorshard.comm.differentiable import gather, gather_for_sum
 from tensorshard.comm.groups import Group, is_initialized, resolve_group
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import shard_range, to_local
-from tensorshard.comm.world import world
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.loss.heads.head_sgd import HeadSGD
 from tensorshard.loss.loss_arguments import ClassShard
@@ -508,9 +507,12 @@ def initial_rows(
 @torch.no_grad()
 def fill_rows(rows: torch.Tensor, classes: int, start: int, features: int) -> None:
     """Fills `rows`, a weight's or a bias's, with rows [start, ...) of what a layer of all `classes` gets."""
-    if rows.is_meta or world().is_simulated:  # without values
+    if rows.is_meta:
         return
     limit = 1 / math.sqrt(features) if features else 0.0
+    if rows.is_cpu and len(rows) == classes:  # one operation, which a recorded constructor runs again in a moment
+        rows.uniform_(-limit, limit)
+        return
     width = 1 if rows.ndim == 1 else rows.size(1)
     flat = rows.view(len(rows), width)
     step = max(1, _CHUNK // max(1, width))

@@ -41,6 +41,7 @@ _DOUBT_BEFORE = 0.15
 _DOUBT = 0.05
 _DOUBT_OF_PIPELINES = 0.03  # their stages are predicted to be equal, which is rather too low
 _DOUBT_OF_LINE = 0.005
+_LEAST_DOUBT_OF_LINE = 0.0005  # of extrapolations whose errors in this search were alike
 _LEAST_FLOOR = 0.99  # whether logits are computed in tiles may differ, and this much of a step with it
 
 _AS_MUCH = 0.95  # a plan that saves less memory than another takes at least this part of its memory: buffers differ
@@ -254,12 +255,20 @@ class Search:
 
     def _least_seconds(self, one: CandidateState) -> float:
         """Seconds that a plan takes at least, as far as predictions can be trusted."""
-        floor = self._floors.get(one.candidate.order, 0.0) * _LEAST_FLOOR
+        floor = self._floors.get(one.candidate.order, 0.0)
         if one.extrapolated:
-            return max(floor, one.predicted.seconds * (1 - _DOUBT_OF_LINE))
+            return max(floor, one.predicted.seconds * (1 - self._doubt_of_line))
         after = _DOUBT if one.plan.pp == 1 else _DOUBT_OF_PIPELINES
         doubt = after if trace_key(one.plan) in self.traces else _DOUBT_BEFORE
         return max(floor, one.predicted.seconds * (1 - doubt))
+
+    @property
+    def _doubt_of_line(self) -> float:
+        """The share by which an extrapolation may be too high; less once errors of this search were much alike."""
+        errors = self._ratios.get(None, [])
+        if len(errors) < 2:
+            return _DOUBT_OF_LINE
+        return min(_DOUBT_OF_LINE, _LEAST_DOUBT_OF_LINE + 2 * (max(errors) - min(errors)))
 
     # What becomes known.
 
@@ -304,7 +313,7 @@ class Search:
             return
         one.first = replace(prediction, memory=max(prediction.memory, one.first.memory))
         one.extrapolated = True
-        self._raise_floors(one, prediction.seconds)
+        self._raise_floors(one, prediction.seconds * (1 - self._doubt_of_line))
 
     def _estimate(self, one: CandidateState, key: Key, progress: Progress, longest: float) -> None:
         best = f", best so far {self.fitting[0].seconds:.3g} s" if self.fitting else ""
@@ -352,8 +361,8 @@ class Search:
         """Notes that plans which do all that `one` does in `seconds`, and more, take at least as long."""
         for other in self.considered:
             if other is not one and _does_more(other.plan, one.plan):
-                order = other.candidate.order
-                self._floors[order] = max(self._floors.get(order, 0.0), seconds)
+                order, part = other.candidate.order, 1 if _has_the_same_logits(other.plan, one.plan) else _LEAST_FLOOR
+                self._floors[order] = max(self._floors.get(order, 0.0), seconds * part)
 
     def _raise_memory_floors(self, one: CandidateState) -> None:
         """Notes that plans which save less memory than `one`, and nothing else, take about as much at least."""
@@ -414,6 +423,11 @@ def _does_more(plan: Plan, than: Plan) -> bool:
     if plan.micro_batches != than.micro_batches and (plan.pp > 1 or plan.micro_batches % than.micro_batches):
         return False
     return all(getattr(plan, name) == getattr(than, name) for name in _SAME)
+
+
+def _has_the_same_logits(plan: Plan, other: Plan) -> bool:
+    """Whether plans of one layout compute logits in the same tiles, which depend on the room that a step leaves."""
+    return all(getattr(plan, name) == getattr(other, name) for name in ("micro_batches", "zero", "offload"))
 
 
 def _cuts_samples(plan: Plan, than: Plan) -> bool:
