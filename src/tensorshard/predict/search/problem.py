@@ -162,7 +162,7 @@ class SearchProblem:
     def table_for(self, size: int, *, sequence_parallel: bool) -> VerifiedTable | None:
         """The table that was found for `size` tp ranks, or one for another number with its size changed; None if there
         is none."""
-        for other in (size, *(ranks for ranks, _ in self.tables)):
+        for other in (size, *sorted(ranks for ranks, _ in self.tables)):
             table = self._table_of(other, sequence_parallel=sequence_parallel)
             if table is not None:
                 return replace(table, size=size)
@@ -252,6 +252,13 @@ class SearchProblem:
         """Whether an estimate for just `size` tp ranks has its table, or was found to need none."""
         known = (size, sequence_parallel) in self.tables
         return known or self._table_of(size, sequence_parallel=sequence_parallel) is not None
+
+    def has_table_of_fewer(self, size: int, *, sequence_parallel: bool) -> bool:
+        """Whether a table was found for fewer than `size` tp ranks, and none for `size`."""
+        smaller = (ranks for ranks, _ in self.tables if ranks < size)
+        return not self.has_table(size, sequence_parallel=sequence_parallel) and any(
+            self._table_of(ranks, sequence_parallel=sequence_parallel) is not None for ranks in smaller
+        )
 
     def keep_table(
         self, table: VerifiedTable, equal_blocks: Sequence[str], kept: int, *, sequence_parallel: bool

@@ -118,14 +118,23 @@ def run_trace(problem: SearchProblem, key: TraceKey, samples: int, equal_blocks:
     """
     problem = problem.under(key.ep)
     if equal_blocks and problem.can_be_shortened:
-        try:
-            search_table(problem, key.tp, samples, equal_blocks, sequence_parallel=key.sequence_parallel, ep=key.ep)
-            few, more = problem.with_few_blocks(
-                partial(_run, key=key, samples=samples), equal_blocks, key.tp, sequence_parallel=key.sequence_parallel
-            )
-            return _extrapolated(few, more, equal_blocks)
-        except Exception as error:
-            check_needs_all_blocks(error)
+        # What fewer tp ranks can split is rarely too much for more of them; if it is, the model says so.
+        borrows = problem.has_table_of_fewer(key.tp, sequence_parallel=key.sequence_parallel)
+        for searches in (False, True) if borrows else (True,):
+            try:
+                if searches:
+                    search_table(
+                        problem, key.tp, samples, equal_blocks, sequence_parallel=key.sequence_parallel, ep=key.ep
+                    )
+                few, more = problem.with_few_blocks(
+                    partial(_run, key=key, samples=samples),
+                    equal_blocks,
+                    key.tp,
+                    sequence_parallel=key.sequence_parallel,
+                )
+                return _extrapolated(few, more, equal_blocks)
+            except Exception as error:
+                check_needs_all_blocks(error)
     return _run(problem, key, samples)
 
 
