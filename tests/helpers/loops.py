@@ -593,6 +593,16 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "offload-zero2": (2, dict(zero=2, offload="cpu")),
     "recompute-zero1": (2, dict(zero=1, recompute="full")),
     "accumulate-zero2": (2, dict(zero=2, micro_batches=2)),
+    "sequence-parallel-zero3": (4, dict(tp=2, sequence_parallel=True, zero=3)),
+    "tp-cp-zero1": (4, dict(tp=2, cp=2, zero=1)),
+    "dp-cp-zero2": (4, dict(cp=2, zero=2)),
+    "tp-pp": (4, dict(tp=2, pp=2, micro_batches=2)),
+    "pp-zero1": (4, dict(pp=2, micro_batches=2, zero=1)),
+    "bf16-zero3": (2, dict(zero=3, precision="bf16")),
+    "bf16-tp": (2, dict(tp=2, precision="bf16")),
+    "offload-zero3": (2, dict(zero=3, offload="cpu")),
+    "recompute-tp-zero3": (4, dict(tp=2, zero=3, recompute="full")),
+    "accumulate-zero3": (2, dict(zero=3, micro_batches=2)),
 }
 
 
@@ -603,6 +613,8 @@ EXPERT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2xep-zero2": (4, dict(ep=2, zero=2)),
     "ep-zero3": (2, dict(ep=2, zero=3)),
     "ep-tp-zero3": (4, dict(ep=2, tp=2, zero=3)),
+    "ep-cp-zero1": (4, dict(ep=2, cp=2, zero=1)),
+    "ep-pp": (4, dict(ep=2, pp=2, micro_batches=2)),
 }
 
 Results = tuple[dict[str, torch.Tensor], dict[str, float]]
