@@ -11,7 +11,8 @@ PLANS = loops.PLANS | loops.EXPERT_PLANS
 # Loop, plan: how the sentence begins. What one process does cannot be done there, or has another call.
 _PP = "RuntimeError: under Plan(pp=2"
 _OFFLOADED = "RuntimeError: parameter 'blocks.0.0."
-_PIPELINES = ("pp", "tp-pp", "pp-zero1", "ep-pp")
+_PIPELINES = ("pp", "tp-pp", "pp-zero1", "pp-bf16")
+_OFFLOADS = ("offload-zero2", "offload-zero3")
 _SEQUENCES = ("cp-zero1", "cp-zero3", "tp-cp-zero1", "dp-cp-zero2", "ep-cp-zero1")
 SENTENCES: dict[tuple[str, str], str] = {
     **{("replace", plan): "RuntimeError: module 'head' was replaced in the model after" for plan in PLANS},
@@ -27,10 +28,9 @@ SENTENCES: dict[tuple[str, str], str] = {
         )
         for loop in loops_refused
     },
-    ("second_phase", "offload-zero2"): "RuntimeError: this SGD was built on engine.model.parameters(), under a plan",
     **{("double_backward", plan): "NotImplementedError: context parallelism has no" for plan in _SEQUENCES},
-    ("frozen_from_the_start", "offload-zero2"): _OFFLOADED,
-    ("add_group", "offload-zero2"): _OFFLOADED,
+    **{("second_phase", plan): "RuntimeError: this SGD was built on engine.model.parameters()" for plan in _OFFLOADS},
+    **{(loop, plan): _OFFLOADED for loop in ("frozen_from_the_start", "add_group") for plan in _OFFLOADS},
 }
 
 
@@ -58,7 +58,9 @@ FAST = {"zero3"}  # plans
 FAST_CELLS = {
     *((loop, "tp") for loop in ("clamp", "read", "clip_each", "penalty", "double_backward", "gradients_by_hand")),
     *((loop, "tp") for loop in ("swap", "groups", "states", "gradient_hook")),
-    *((loop, "zero1") for loop in ("groups", "states")),
+    *((loop, "zero1") for loop in ("groups", "states", "states_of_groups")),
+    ("swap", "bf16-zero1"),
+    ("states", "offload-zero3"),
 }
 
 

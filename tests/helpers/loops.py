@@ -402,8 +402,10 @@ def swap(side: Side, step: int) -> None:
             average[name].mul_(0.5).add_(p.detach(), alpha=0.5)
         x, y = side.batch(step + 100)
         if side.engine is not None:
+            before = {name: weight.clone() for name, weight in side.engine.full_state_dict().items()}
             with side.engine.using_weights(average):
                 side.note({"average": side.engine.evaluate(x, y).item()})
+            assert all(torch.equal(weight, before[name]) for name, weight in side.engine.full_state_dict().items())
         else:
             output = torch.func.functional_call(side.model, average, (x,))
             side.note({"average": F.cross_entropy(output, y).item()})
@@ -502,6 +504,19 @@ def states(side: Side, step: int) -> None:
             side.optimizer.state[p] = state
 
 
+def states_of_groups(side: Side, step: int) -> None:
+    """Moments are damped by their norms, by the tensors of the optimizer's groups; and added up over all states."""
+    side.step(*side.batch(step))
+    for group in side.optimizer.param_groups:
+        for p in group["params"]:
+            moment = side.optimizer.state[p]["exp_avg"]
+            moment.mul_(1 / (1 + moment.norm()))
+    if side.engine is None or side.engine.plan.pp == 1:
+        states = list(side.optimizer.state.values())
+        assert len(states) == len(side.optimizer.state.items()) > 0
+        side.note({f"total {step}": sum(state["exp_avg"].abs().sum().item() for state in states)})
+
+
 def second_phase(side: Side, step: int) -> None:
     """An optimizer made anew, for the head alone."""
     if step < 2:
@@ -572,6 +587,7 @@ LOOPS: dict[str, tuple[Callable[[Side, int], None], Callable[[], nn.Module], Any
     "groups": (groups, Net, ADAMW),
     "gradient_hook": (gradient_hook, Net, ADAMW),
     "states": (states, Net, ADAMW),
+    "states_of_groups": (states_of_groups, Net, ADAMW),
     "second_phase": (second_phase, Net, ADAMW),
 }
 
@@ -598,6 +614,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp-cp-zero2": (4, dict(cp=2, zero=2)),
     "tp-pp": (4, dict(tp=2, pp=2, micro_batches=2)),
     "pp-zero1": (4, dict(pp=2, micro_batches=2, zero=1)),
+    "pp-bf16": (2, dict(pp=2, micro_batches=2, precision="bf16")),
     "bf16-zero3": (2, dict(zero=3, precision="bf16")),
     "bf16-tp": (2, dict(tp=2, precision="bf16")),
     "offload-zero3": (2, dict(zero=3, offload="cpu")),
@@ -614,7 +631,6 @@ EXPERT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep-zero3": (2, dict(ep=2, zero=3)),
     "ep-tp-zero3": (4, dict(ep=2, tp=2, zero=3)),
     "ep-cp-zero1": (4, dict(ep=2, cp=2, zero=1)),
-    "ep-pp": (4, dict(ep=2, pp=2, micro_batches=2)),
 }
 
 Results = tuple[dict[str, torch.Tensor], dict[str, float]]

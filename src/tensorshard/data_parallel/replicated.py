@@ -171,8 +171,11 @@ class ReplicatedModel(ShardedModel):
         p = self._all.get(name)
         return p.master if p is not None and p.is_copy else None
 
+    def shown_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        return self.split.local(name, full)
+
     def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        value = self.split.local(name, full)
+        value = self.shown_part(name, full)
         p = self._all.get(self._aliases.get(name, name))
         if p is not None:
             p.set_master(value)

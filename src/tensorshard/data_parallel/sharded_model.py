@@ -308,9 +308,13 @@ class ShardedModel(ABC):
         """The master of the parameter `name`, if a state dict has to hold it in the parameter's place."""
         return self.masters().get(name)
 
-    def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """What the module's parameter or buffer `name` takes of its `full` value, which is being loaded."""
+    def shown_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """What the module's parameter or buffer `name` takes of a `full` value."""
         return self.local_value(name, full)
+
+    def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """As :meth:`shown_part`, of a value that is being loaded: the parameter's master takes it now."""
+        return self.shown_part(name, full)
 
     @contextmanager
     def computing_on_parts(self) -> Iterator[None]:

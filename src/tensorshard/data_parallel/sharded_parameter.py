@@ -119,6 +119,20 @@ def read_in_full(value: Any) -> Any:
     return _full(value)
 
 
+def make_readable(tensor: Any) -> bool:
+    """Makes a plain DTensor behave as a sharded parameter does; returns whether it was one."""
+    if type(tensor) is not DTensor:
+        return False
+    tensor.__class__ = ShardedParameter
+    return True
+
+
+def make_plain(tensor: DTensor) -> None:
+    """Undoes :func:`make_readable`."""
+    if type(tensor) is ShardedParameter:
+        tensor.__class__ = DTensor  # type: ignore[assignment]
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient of a sharded `parameter`, or that which the user has given it in full; of another one its own."""
     kind: Any = ShardedParameter if isinstance(parameter, DTensor) else torch.Tensor
@@ -135,11 +149,15 @@ class ReadInFull:
     """Sharded parameters that the user's code reads in full, which no forward computes with.
 
     tensorshard's own code gets plain DTensors, without ``__torch_function__``, at the cost of an assignment each.
+
+    Attributes:
+        followers: called with whether the user's code runs from now on.
     """
 
     def __init__(self, parameters: Iterable[DTensor]) -> None:
         self._parameters = list(parameters)
         self._depth = 0
+        self.followers: list[Callable[[bool], None]] = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -171,6 +189,8 @@ class ReadInFull:
         for parameter in self._parameters:
             if type(parameter) is before:  # else it is watched, too
                 parameter.__class__ = after
+        for follower in self.followers:
+            follower(after is ShardedParameter)
 
 
 class _Held:

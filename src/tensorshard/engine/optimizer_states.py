@@ -5,6 +5,7 @@ model's parameters. Its states are kept by these. Code of the user asks by the m
 states. Under tensor parallelism it gets them whole, as it gets the parameters.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.data_parallel.sharded_parameter import make_plain, make_readable
 from tensorshard.engine.combined_optimizer import members_of
 from tensorshard.engine.owners import Owners
 from tensorshard.tensor_parallel.apply.user_views import FullView
@@ -35,6 +37,22 @@ class ShownStates(defaultdict[Any, Any]):
         super().__init__(dict)
         self._sharded, self._owners = sharded, owners
         self._names: dict[nn.Parameter, str] = {}  # of what the model shows
+        self._read: list[weakref.ref[DTensor]] = []  # shards of states that the user's code reads in full
+
+    def follow(self, users_code: bool) -> None:
+        """Called when the user's code gives way to tensorshard's, which computes on shards, and the other way round."""
+        tensors = [tensor for one in self._read if (tensor := one()) is not None]
+        for tensor in tensors:
+            (make_readable if users_code else make_plain)(tensor)
+        self._read = [weakref.ref(tensor) for tensor in tensors]
+        if type(self) in (ShownStates, _ReadStates):
+            self.__class__ = _ReadStates if users_code else ShownStates
+
+    def _readable(self, state: Any) -> Any:
+        """A `state` whose shards are read in full, as their parameters are."""
+        if isinstance(state, dict):
+            self._read += [weakref.ref(value) for value in state.values() if make_readable(value)]
+        return state
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(super().items())  # copies know nothing of the model
@@ -108,7 +126,7 @@ class ShownStates(defaultdict[Any, Any]):
         """The states that are kept by `updated`, as `key` looks: whole, where the parameter does."""
         whole = self._view(key, updated)
         if whole is None:
-            return super().__getitem__(updated)
+            return self._readable(super().__getitem__(updated))
         if not whole.of_data_ranks:
             return _WholeState(super().__getitem__(updated), updated, whole)
         outlines = whole.of_all_ranks(_outline(super().get(updated, {}), whole.part_shape(updated)))
@@ -137,6 +155,19 @@ class ShownStates(defaultdict[Any, Any]):
             self._names = {master: name for name, master in self._sharded.masters().items()}
             self._names |= {shown: name for name, shown in self._sharded.shown_parameters().items()}
         return self._names.get(parameter)
+
+
+class _ReadStates(ShownStates):
+    """States of which this rank has shards, while the user's code runs. Another class costs an update no time."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._readable(super().__getitem__(key))
+
+    def values(self) -> Any:
+        return [self._readable(state) for state in super().values()]
+
+    def items(self) -> Any:
+        return [(key, self._readable(state)) for key, state in super().items()]
 
 
 class _WholeStates(ShownStates):
@@ -246,16 +277,22 @@ def show_states(optimizer: torch.optim.Optimizer, sharded: ShardedModel, owners:
     Returns:
         Does it again, where user code or a loaded state dict has put another dict in its place.
     """
-    kind = _WholeStates if sharded.whole_views else ShownStates
+    kind = _WholeStates if sharded.whole_views else _ReadStates if sharded.read_in_full else ShownStates
 
     def show() -> None:
-        if type(optimizer.state) is not kind:
+        if not isinstance(optimizer.state, ShownStates):
             states = kind(sharded, owners)
             states.update(optimizer.state)
             optimizer.state = states
         for member in members_of(optimizer):
             member.state = optimizer.state
 
+    def follow(users_code: bool) -> None:
+        if isinstance(optimizer.state, ShownStates):
+            optimizer.state.follow(users_code)
+
+    for masters in sharded.read_in_full:
+        masters.followers.append(follow)
     show()
     optimizer.register_load_state_dict_post_hook(lambda _: show())
     return show

@@ -513,7 +513,7 @@ def _using_weights(
 def _own_part(sharded: ShardedModel, name: str, value: torch.Tensor) -> torch.Tensor:
     """What this rank's parameter takes of `value`, if that is whole."""
     is_whole = not isinstance(value, DTensor) and value.shape == sharded.full_shapes().get(name)
-    return sharded.shown_value(name, value) if is_whole else value
+    return sharded.shown_part(name, value) if is_whole else value
 
 
 def _summarize(

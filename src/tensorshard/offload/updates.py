@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
@@ -55,14 +56,20 @@ class OffloadedStates:
     gradient: Slot | None = None  # of this step, if it is offloaded
     gradient_in_memory: torch.Tensor | None = None  # else this one, flat
 
+    def __post_init__(self) -> None:
+        self._class = type(self.master)  # as the user's code sees it; an update makes it a plain DTensor
+
     @property
     def is_done_when_written(self) -> bool:
         """Whether forward has to wait for the update's writes: to offloaded weights, or to a device's copy."""
         return self.place is not None and self.place.copy is None
 
     def shown(self, slot: Slot) -> torch.Tensor:
-        """A state as the optimizer shows it: laid out as the master weight."""
-        return laid_out_like(self.master, slot.tensor)
+        """A state as the optimizer shows it: laid out as the master weight, and read in full where that is."""
+        state = laid_out_like(self.master, slot.tensor)
+        if isinstance(state, DTensor):
+            state.__class__ = self._class  # type: ignore[assignment]
+        return state
 
     @property
     def device_copy(self) -> DeviceSlot | None:

@@ -276,6 +276,32 @@ class PipelinedModel(ShardedModel):
             shown.update(part.shown_parameters())
         return {name: shown[name] for name in self._masters}
 
+    def _parts_with(self, name: str) -> list[ShardedModel]:
+        """This rank's stages with the parameter `name`."""
+        first = self._aliases.get(name, name)
+        return [part for part in self.parts if first in part.masters()]
+
+    def shown_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        parts = self._parts_with(name)
+        return parts[0].shown_part(name, full) if parts else self.split.local(name, full)
+
+    def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        values = [part.shown_value(name, full) for part in self._parts_with(name)]
+        return values[0] if values else self.split.local(name, full)
+
+    def set_value(self, name: str, value: torch.Tensor) -> None:
+        for part in self._parts_with(name):
+            part.set_value(name, value)
+
+    def kept_value(self, name: str) -> Callable[[], None]:
+        kept = [part.kept_value(name) for part in self._parts_with(name)]
+
+        def give_back() -> None:
+            for each in kept:
+                each()
+
+        return give_back
+
     def adopt_writes(self) -> None:
         for part in self.parts:
             part.adopt_writes()
