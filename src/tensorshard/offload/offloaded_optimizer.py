@@ -183,6 +183,8 @@ class OffloadedOptimizer(Update):
                 self._update_tiles(changed, factor)
             else:
                 self._scale((o.master for o in changed), factor)
+                for o in changed:
+                    o.adopt(self._optimizer.state.get(o.master, {}))
                 self._tiers.sync_mapping()
                 self._transfers.run(self._works_of_others(changed))
         except OSError as error:
@@ -308,7 +310,7 @@ class OffloadedOptimizer(Update):
                 local = to_local(value).reshape(-1)
                 if storage_address(local.untyped_storage()) != storage_address(buffers[key].untyped_storage()):
                     buffers[key].copy_(local)
-                state[key] = o.shown(o.states[key])
+                state[key] = o.shown(key)
             elif isinstance(value, torch.Tensor) and value.shape == o.master.shape:
                 raise RuntimeError(
                     f"{type(self._optimizer).__name__} keeps a state {key!r} of {o.name!r} that it did not keep for a "
@@ -342,11 +344,7 @@ class OffloadedOptimizer(Update):
     def _adopt(self) -> None:
         """Moves states that the optimizer has in memory (made by its constructor, or loaded) to their slots."""
         for o in self._offloaded.values():
-            state = self._optimizer.state.get(o.master, {})
-            for key, slot in o.states.items():
-                if isinstance(state.get(key), torch.Tensor):
-                    slot.tensor.copy_(to_local(state[key]).reshape(-1))
-                    state[key] = o.shown(slot)
+            o.adopt(self._optimizer.state.get(o.master, {}))
 
     def _make_transfers(self) -> Transfers:
         budget = self._tiers.offload.buffer_bytes - self._tiers.offload.activation_buffer_bytes

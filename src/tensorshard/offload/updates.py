@@ -18,7 +18,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from tensorshard.comm.sharding import to_local
+from tensorshard.comm.sharding import distribute_like, to_local
 from tensorshard.comm.world import world
 from tensorshard.offload import compiled_adamw
 from tensorshard.offload.tiers import DeviceSlot, OffloadedMaster, Slot, SlotSpec, laid_out_like
@@ -58,18 +58,33 @@ class OffloadedStates:
 
     def __post_init__(self) -> None:
         self._class = type(self.master)  # as the user's code sees it; an update makes it a plain DTensor
+        self._shown: dict[str, torch.Tensor] = {}
 
     @property
     def is_done_when_written(self) -> bool:
         """Whether forward has to wait for the update's writes: to offloaded weights, or to a device's copy."""
         return self.place is not None and self.place.copy is None
 
-    def shown(self, slot: Slot) -> torch.Tensor:
+    def shown(self, key: str) -> torch.Tensor:
         """A state as the optimizer shows it: laid out as the master weight, and read in full where that is."""
-        state = laid_out_like(self.master, slot.tensor)
+        state = laid_out_like(self.master, self.states[key].tensor)
         if isinstance(state, DTensor):
             state.__class__ = self._class  # type: ignore[assignment]
+        self._shown[key] = state
         return state
+
+    @torch.no_grad()
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Moves states that are elsewhere to their slots: those that the optimizer's constructor made, that were
+        loaded, or that the user's code has put in their place."""
+        for key, slot in self.states.items():
+            value = state.get(key)
+            if not isinstance(value, torch.Tensor) or value is self._shown.get(key):
+                continue
+            if isinstance(self.master, DTensor) and not isinstance(value, DTensor):
+                value = distribute_like(value, self.master)
+            slot.tensor.copy_(to_local(value).reshape(-1))
+            state[key] = self.shown(key)
 
     @property
     def device_copy(self) -> DeviceSlot | None:
@@ -107,8 +122,9 @@ class OffloadedStates:
             self.step = state["step"].clone()
         if self.states:
             state = optimizer.state[self.master]
+            self.adopt(state)
             self.fresh = frozenset(key for key in self.states if key not in state)
-            state.update({key: self.shown(slot) for key, slot in self.states.items() if key in self.fresh})
+            state.update({key: self.shown(key) for key in self.states if key in self.fresh})
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Adds this step to the optimizer's count of steps."""
