@@ -20,6 +20,7 @@ from tensorshard.predict.search.traces import BASE, Trace, TraceKey, scaled_kern
 from tensorshard.predict.step_time import transfer_time
 
 _UNEVEN = 0.7  # a stage's share of activations is at least this times that of equal stages
+_EVEN = 0.95  # the same, if a model has equal blocks, and as many of them in each stage
 _NEEDED = 0.95  # the share of a trace's working memory that a plan with ZeRO needs: it keeps no whole gradients
 _COMPUTED_AGAIN = 0.9  # the share of a block's forward that is recomputed: its last operations are not needed
 _SUMS = 4  # collectives of a block along tp, if its attention and its MLP are split
@@ -118,7 +119,9 @@ class Predictions:
         activations = self._activations(plan, trace, key) * candidate.micro_batch / split / parts
         if plan.pp > 1:
             times = plan.micro_batches / plan.pp
-            activations *= _UNEVEN * plan.pp * _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, times)
+            activations *= (
+                self._least_share(plan) * plan.pp * _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, times)
+            )
         kept_gradients = gradients if plan.micro_batches > 1 else 0.0
         if plan.pp == 1 and key == trace_key(plan):
             # The working memory of a step has a fixed part, and a part for each sample. So for fewer samples it shrinks
@@ -131,6 +134,12 @@ class Predictions:
             return resident(int(total)) + self.problem.hardware.context_under(plan)
         segments = -(-int(total) // SMALL_SEGMENT)  # an allocator reserves whole segments
         return max(1, segments) * SMALL_SEGMENT + self.problem.hardware.context_under(plan)
+
+    def _least_share(self, plan: Plan) -> float:
+        """The activations of the rank that keeps the most, as a part of those with equal stages; at least."""
+        blocks = 0 if self.facts is None else len(self.facts.equal_blocks)
+        stages = plan.pp * plan.stages_per_rank
+        return max(_UNEVEN, _EVEN * (blocks // stages) * stages / blocks) if blocks else _UNEVEN
 
     def _kept_of_experts(self, ep: int, place: int = 0) -> float:
         """The part of the parameters that a rank has, if `ep` ranks share the experts. `place`: as in the facts."""
