@@ -20,14 +20,14 @@ def draw_planner(models: dict[str, Any]) -> str:
     first = next(iter(runs))
     left, top, apart = 70, 62, _PANEL + 90
     second = left + apart
-    times = [run[key] for own in runs.values() for run in own for key in ("busy", "predicted_busy")]
+    times = [run[key] for own in runs.values() for run in own for key in ("wall", "predicted")]
     low, high = min(times) / 1.2, max(times) * 1.2
 
     def along(seconds: float) -> float:
         return math.log(seconds / low) / math.log(high / low) * _PANEL
 
     shapes = [
-        text(left, 32, "processor time of a step, all ranks together", "strong"),
+        text(left, 32, "time of a step on four ranks", "strong"),
         rectangle(left, top, _PANEL, _PANEL, "room"),
         f'<path d="M{left} {top + _PANEL}L{left + _PANEL} {top}" class="limit"/>',
     ]
@@ -35,12 +35,12 @@ def draw_planner(models: dict[str, Any]) -> str:
         if low < tick < high:
             shapes.append(text(left + along(tick), top + _PANEL + 18, f"{tick:g} s", "small middle"))
             shapes.append(text(left - 40, top + _PANEL - along(tick) + 4, f"{tick:g} s", "small"))
-    shapes.append(text(left + _PANEL / 2, top + _PANEL + 38, "measured", "small middle"))
-    shapes.append(text(left + 8, top + 18, "predicted", "small"))
+    shapes.append(text(left + _PANEL / 2, top + _PANEL + 38, "measured, two ranks to a core", "small middle"))
+    shapes.append(text(left + 8, top + 18, "predicted, a core for each rank", "small"))
     for mark, own in zip(_MARKS, runs.values(), strict=False):
         for run in own:
-            y = top + _PANEL - along(run["predicted_busy"])
-            shapes.append(_point(left + along(run["busy"]), y, mark, chosen=run["chosen"]))
+            y = top + _PANEL - along(run["predicted"])
+            shapes.append(_point(left + along(run["wall"]), y, mark, chosen=run["chosen"]))
     for number, name in enumerate(runs):
         x, y = left + number % 4 * 100, top + _PANEL + 66 + number // 4 * 22
         shapes += [_point(x, y - 4, _MARKS[number], chosen=False), text(x + 10, y, name, "small")]
@@ -67,8 +67,8 @@ def draw_planner(models: dict[str, Any]) -> str:
     shapes.append(text(second, top + _PANEL + 66, "On the line: the frontier. Rings: the search's choice.", "small"))
     description = (
         f"Left: {sum(map(len, runs.values()))} plans of {len(runs)} models, the measured time of each against the "
-        f"predicted one, mostly a little below the diagonal. Right: the plans of {first} by time and memory, with the "
-        "frontier."
+        f"predicted one, mostly about twice as long, since two ranks share a core. Right: the plans of {first} by time "
+        "and memory, with the frontier."
     )
     title = "Plans on four CPU ranks: predicted against measured, and memory against time"
     return svg(second + _PANEL + 40, top + _PANEL + 110, title, description, shapes)
