@@ -1,9 +1,10 @@
 """``Plan.from_deepspeed`` and its siblings: a Plan from another program's config, with its ledger."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from tensorshard.foreign_configs import Ledger, read_config
+if TYPE_CHECKING:
+    from tensorshard.foreign_configs import Ledger
 
 
 class FromOthers:
@@ -15,10 +16,12 @@ class FromOthers:
     known one.
     """
 
-    ledger: ClassVar[Ledger | None] = None
+    ledger: ClassVar["Ledger | None"] = None
 
     @classmethod
     def _from_other(cls, source: str, config: Any, world_size: int | None) -> Self:
+        from tensorshard.foreign_configs import read_config
+
         ledger = read_config(source, config, world_size=world_size)
         ledger.check()
         plan = cls(**ledger.plan)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import arange  # torch.arange itself is replaced while a group is active
-from torch.nn.attention.bias import causal_lower_right
 
 from tensorshard.context_parallel.context_group import active
 from tensorshard.context_parallel.exchanges import fetch, stack_ranks, take, tie, turn
@@ -297,6 +296,8 @@ def _block_mask(start: int, stop: int, keys: int, q: torch.Tensor) -> tuple[Any,
     if start + 1 >= keys:  # every query sees all keys
         return None, False
     if q.device.type == "cuda" and stop <= keys:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes half a second
+
         return causal_lower_right(stop - start, stop), False
     widest = max(stop, keys)
     template = _causal_template(1 << (widest - 1).bit_length(), q.dtype, q.device)
