@@ -240,8 +240,7 @@ class ShardedParameter(DTensorWithDirectHooks):
             _reader_of(self).set_gradient(self, value)
             return
         self.__dict__.pop(_GRADIENT, None)
-        if type(value) is DTensor:
-            value.__class__ = ShardedParameter
+        make_readable(value)
         with WithoutTorchFunctions():
             _stored_gradient.__set__(self, value)
 
@@ -305,12 +304,9 @@ def _take_data(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _mixable(result: Any) -> Any:
     """Makes sharded results behave as parameters do."""
-    if type(result) is DTensor:
-        result.__class__ = ShardedParameter
-    elif isinstance(result, tuple | list):
+    if not make_readable(result) and isinstance(result, tuple | list):
         for each in result:
-            if type(each) is DTensor:
-                each.__class__ = ShardedParameter
+            make_readable(each)
     return result
 
 

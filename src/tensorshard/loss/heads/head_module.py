@@ -510,7 +510,7 @@ def fill_rows(rows: torch.Tensor, classes: int, start: int, features: int) -> No
     if rows.is_meta:
         return
     limit = 1 / math.sqrt(features) if features else 0.0
-    if rows.is_cpu and len(rows) == classes:  # one operation, which a recorded constructor runs again in a moment
+    if rows.is_cpu and len(rows) == classes:  # one operation for a recorded constructor to log
         rows.uniform_(-limit, limit)
         return
     width = 1 if rows.ndim == 1 else rows.size(1)

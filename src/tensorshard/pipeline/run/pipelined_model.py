@@ -285,10 +285,6 @@ class PipelinedModel(ShardedModel):
         parts = self._parts_with(name)
         return parts[0].shown_part(name, full) if parts else self.split.local(name, full)
 
-    def shown_value(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        values = [part.shown_value(name, full) for part in self._parts_with(name)]
-        return values[0] if values else self.split.local(name, full)
-
     def set_value(self, name: str, value: torch.Tensor) -> None:
         for part in self._parts_with(name):
             part.set_value(name, value)

@@ -254,7 +254,7 @@ class SearchProblem:
         return known or self._table_of(size, sequence_parallel=sequence_parallel) is not None
 
     def has_table_of_fewer(self, size: int, *, sequence_parallel: bool) -> bool:
-        """Whether a table was found for fewer than `size` tp ranks, and none for `size`."""
+        """Whether there is a table for fewer than `size` tp ranks, and none for `size`."""
         smaller = (ranks for ranks, _ in self.tables if ranks < size)
         return not self.has_table(size, sequence_parallel=sequence_parallel) and any(
             self._table_of(ranks, sequence_parallel=sequence_parallel) is not None for ranks in smaller

@@ -41,7 +41,7 @@ _DOUBT_BEFORE = 0.15
 _DOUBT = 0.05
 _DOUBT_OF_PIPELINES = 0.03  # their stages are predicted to be equal, which is rather too low
 _DOUBT_OF_LINE = 0.005
-_LEAST_DOUBT_OF_LINE = 0.0005  # of extrapolations whose errors in this search were alike
+_LEAST_DOUBT_OF_LINE = 0.0005  # of extrapolations, where this search's errors were close to each other
 _LEAST_FLOOR = 0.99  # whether logits are computed in tiles may differ, and this much of a step with it
 
 _AS_MUCH = 0.95  # a plan that saves less memory than another takes at least this part of its memory: buffers differ
@@ -264,7 +264,7 @@ class Search:
 
     @property
     def _doubt_of_line(self) -> float:
-        """The share by which an extrapolation may be too high; less once errors of this search were much alike."""
+        """The share by which an extrapolation may be too high; less once this search's errors are close."""
         errors = self._ratios.get(None, [])
         if len(errors) < 2:
             return _DOUBT_OF_LINE
