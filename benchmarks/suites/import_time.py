@@ -1,8 +1,10 @@
 """What importing tensorshard costs, against importing torch."""
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
 from datetime import date
 
 from benchmarks.harness.hardware import installed_versions
@@ -24,21 +26,30 @@ STATEMENTS = {
 _TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 
 
-def import_seconds(statement: str) -> float:
-    """How long `statement` takes in a fresh interpreter, whose own start is not counted."""
+def import_seconds(statement: str, bytecode: str) -> float:
+    """
+    How long `statement` takes in a fresh interpreter, whose own start is not counted.
+
+    Bytecode is kept in the folder `bytecode`. An installed package has its own: pip writes it, whatever
+    PYTHONDONTWRITEBYTECODE says to a checkout.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = bytecode
     command = [sys.executable, "-c", _TIMED.format(statement)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    finished = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return float(finished.stdout)
 
 
 def measure_group(title: str, rounds: int) -> Group:
     """Measures the statements of `title` in turn, after a round that fills caches and writes bytecode."""
     peer, ours = STATEMENTS[title]
     seconds: dict[str, list[float]] = {peer: [], ours: []}
-    for round_number in range(rounds + 1):
-        for statement, values in seconds.items():
-            value = import_seconds(statement)
-            if round_number > 0:
-                values.append(value)
+    with tempfile.TemporaryDirectory() as bytecode:
+        for round_number in range(rounds + 1):
+            for statement, values in seconds.items():
+                value = import_seconds(statement, bytecode)
+                if round_number > 0:
+                    values.append(value)
     return Group(
         title=title,
         date=date.today().isoformat(),

@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from tensorshard.checkpoint.writing import LastPlan, RankFile, Report, Staged, StagingMemory
-from tensorshard.comm.collectives import all_reduce_
+from tensorshard.checkpoint.writing import RankFile, Report, Staged
 from tensorshard.torch_private.process_groups import default_store
 
 _PROGRESS = 64 << 20  # bytes between two signs of life
@@ -157,81 +155,6 @@ class BackgroundSave:
                 said = self._file.size
                 self._messages.progress(said)
         return self._file.finish()
-
-
-class BackgroundSaves:
-    """The save of an Engine that goes on in the background, if there is one.
-
-    Args:
-        group: of all ranks.
-        device: on which this rank's messages are sent.
-
-    Attributes:
-        memory: of the copies, for the next save.
-        last_plan: which pieces the ranks have written.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self._current: BackgroundSave | None = None
-        self.memory = StagingMemory()
-        self.last_plan = LastPlan()
-
-    @property
-    def target(self) -> str | None:
-        """The checkpoint that is being written; the same on all ranks."""
-        return None if self._current is None else self._current.target
-
-    def begin(self, save: BackgroundSave) -> None:
-        """Keeps a `save` that has begun on all ranks."""
-        assert self._current is None
-        self._current = save
-
-    def check(self) -> None:
-        """Notices whether the save is done. A collective while there is one; nothing else.
-
-        Raises:
-            RuntimeError: it has failed, on whichever rank; on every rank.
-        """
-        if self._current is None:
-            return
-        running = not self._current.is_done  # first, as an error may come meanwhile
-        state = torch.tensor([self._current.error is not None, running], dtype=torch.int64, device=self._device)
-        if self._group.size() > 1:
-            all_reduce_(state, self._group, dist.ReduceOp.SUM, what="engine.save in the background")
-        failed, still_running = state.tolist()
-        if failed:
-            self._fail(self._current)
-        elif not still_running:
-            self._current = None
-
-    def wait(self) -> None:
-        """Returns when the save is done. A collective while there is one.
-
-        Raises:
-            RuntimeError: as :meth:`check`.
-        """
-        while self._current is not None:
-            self.check()
-            if self._current is not None:
-                time.sleep(_PAUSE)
-
-    def _fail(self, save: BackgroundSave) -> None:
-        self._current = None
-        save.cancel()
-        own = None if save.error is None else f"{type(save.error).__name__}: {save.error}"
-        messages: list[Any] = [own]
-        if self._group.size() > 1:
-            messages = [None] * self._group.size()
-            dist.all_gather_object(messages, own, group=self._group)
-        ranks = range(len(messages) - 1, -1, -1)  # rank 0 may only repeat what another one says
-        rank, message = next((rank, messages[rank]) for rank in ranks if messages[rank] is not None)
-        raise RuntimeError(
-            f"the save to {save.target} in the background has failed, and there is no checkpoint of that name from "
-            f"it; one that was there before is as it was. On rank {rank}: {message}. Training can go on: the state of "
-            f"this process is not touched"
-        ) from save.error
 
 
 def _yield_to_training() -> None:

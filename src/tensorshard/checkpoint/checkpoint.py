@@ -17,18 +17,11 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.checkpoint.background import BackgroundSave, Messages
+from tensorshard.checkpoint.between_saves import LastPlan, StagingMemory
 from tensorshard.checkpoint.destinations import Destination, destination
 from tensorshard.checkpoint.parts import Part, Stored
 from tensorshard.checkpoint.pieces import PiecesLoadPlanner
-from tensorshard.checkpoint.writing import (
-    LastPlan,
-    PlannedTensors,
-    RankFile,
-    Report,
-    Staged,
-    StagingMemory,
-    manifest_of,
-)
+from tensorshard.checkpoint.writing import PlannedTensors, RankFile, Report, Staged, manifest_of
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.common.folders import recover
 from tensorshard.common.stores import Store, open_store

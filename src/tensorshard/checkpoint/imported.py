@@ -20,11 +20,12 @@ from tensorshard.checkpoint.destinations import destination
 from tensorshard.checkpoint.writing import RankFile, manifest_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.parameters import buffer_aliases
-from tensorshard.weights.files.checkpoint_files import CONFIGS, OpenCheckpoint
+from tensorshard.weights.files.checkpoint_files import OpenCheckpoint
 from tensorshard.weights.files.foreign.megatron import by_names_of
 from tensorshard.weights.files.foreign.opening import open_any
 from tensorshard.weights.files.foreign.pieces import ForeignCheckpoint
 from tensorshard.weights.files.manifest import MANIFEST, entry_of
+from tensorshard.weights.files.stored_weights import CONFIGS
 
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names that the Trainer of transformers trains without weight decay, in its second group."""

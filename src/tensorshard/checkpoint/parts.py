@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tensorshard.checkpoint.between_saves import Stateful
 from tensorshard.checkpoint.imported import fit_optimizer, fit_weights, why_other_optimizer
 from tensorshard.checkpoint.integrity import checksums
 from tensorshard.checkpoint.pieces import TensorPieces
@@ -44,14 +45,6 @@ class Stored:
     source: Path | str
     document: dict[str, Any]
     metadata: Metadata
-
-
-class Stateful(Protocol):
-    """What keeps a state that JSON can hold."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 class Part:

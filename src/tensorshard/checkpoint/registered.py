@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from tensorshard.checkpoint.parts import Part, Stateful, Stored
+from tensorshard.checkpoint.between_saves import RegisteredStates
+from tensorshard.checkpoint.parts import Part, Stored
 from tensorshard.comm.decisions import check_same
 from tensorshard.comm.sharding import to_local
 from tensorshard.common.words import kind_of
@@ -24,30 +25,6 @@ from tensorshard.weights.files.manifest import as_bytes
 logger = logging.getLogger("tensorshard")
 
 _TENSOR, _TUPLE, _DICT = "$tensor", "$tuple", "$dict"
-
-
-class RegisteredStates:
-    """The states that were registered with an Engine."""
-
-    def __init__(self) -> None:
-        self.shared: dict[str, Stateful] = {}
-        self.of_ranks: dict[str, Stateful] = {}
-
-    def add(self, name: Any, part: Any, *, per_rank: bool) -> None:
-        """Registers `part`.
-
-        Raises:
-            TypeError: it has no state.
-            ValueError: the name is taken, or is no name.
-        """
-        if not isinstance(name, str) or not name or "." in name:
-            raise ValueError(f"register_state was given the name {name!r}; it must be a word without dots")
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(part, method, None)):
-                raise TypeError(f"register_state was given {name!r}, {kind_of(part)} without a method {method}")
-        if name in self.shared or name in self.of_ranks:
-            raise ValueError(f"the state {name!r} is registered already; give this one another name")
-        (self.of_ranks if per_rank else self.shared)[name] = part
 
 
 class RegisteredPart(Part):

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from tensorshard.checkpoint.between_saves import LastPlan, StagingMemory
 from tensorshard.checkpoint.pieces import TensorPieces
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.sharding import to_local
@@ -36,15 +37,6 @@ _ALIGNMENT = 64  # bytes; no element lies across two of the machine's words
 
 Report = dict[str, Any]
 """What a rank has written, in a form that JSON can hold."""
-
-
-class LastPlan:
-    """Which pieces this rank wrote in the last save, and what it held then. A save of the same needs no new plan, which
-    takes longer than to copy the values."""
-
-    def __init__(self) -> None:
-        self.layouts: dict[str, Any] | None = None
-        self.items: Sequence[WriteItem] = ()
 
 
 class PlannedTensors:
@@ -193,26 +185,6 @@ class Staged:
                 size_text(size),
                 size_text(sum(value.nbytes for _, value in self.rest)),
             )
-
-
-class StagingMemory:
-    """The memory of copies, which is kept from one save to the next: the first touch of new memory takes several times
-    as long as a copy."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def size(self) -> int:
-        """Bytes that are kept."""
-        return self._memory.nbytes
-
-    def take(self, size: int, *, pinned: bool) -> torch.Tensor:
-        """`size` bytes, which the next call may give away again."""
-        if size > self._memory.nbytes or (pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there are never two
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and size > 0)
-        return self._memory[:size]
 
 
 def manifest_of(document: str, others: dict[str, FileEntry], reports: Sequence[Report]) -> Manifest:

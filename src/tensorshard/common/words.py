@@ -1,8 +1,6 @@
 """Texts for people: kinds of values, numbers, errors, dotted names, and lines as wide as a terminal."""
 
 import re
-import shutil
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
@@ -63,6 +61,8 @@ def first_line(error: Exception) -> str:
 
 def terminal_width(stream: TextIO) -> int | None:
     """Columns of the terminal that `stream` writes to; None if it is a file or a pipe, for lines of any length."""
+    import shutil  # imported when used: `import tensorshard` stays quick
+
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
@@ -88,6 +88,8 @@ def _fit_line(line: str, width: int) -> str:
     parts = _GAP.split(line[indent:].strip())
     if len(parts) > 1 and max(map(len, parts)) <= width - indent:
         line = line[:indent] + _SINGLE.sub(_STAND_IN, line[indent:])
+    import textwrap  # imported when used: `import tensorshard` stays quick
+
     filled = textwrap.fill(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, tabsize=4
     )

@@ -7,8 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from tensorshard.checkpoint.background import BackgroundSaves
-from tensorshard.checkpoint.registered import RegisteredStates
+from tensorshard.checkpoint.between_saves import BackgroundSaves, RegisteredStates
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.average import WeightAverages

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.checkpoint.between_saves import BackgroundSaves, RegisteredStates
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.decisions import decide_once, meet, succeed_together
 from tensorshard.comm.sharding import to_local
@@ -34,9 +35,7 @@ from tensorshard.weights.files.adapters import AdapterExport, has_adapters, read
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
 
 if TYPE_CHECKING:
-    from tensorshard.checkpoint.background import BackgroundSaves
     from tensorshard.checkpoint.checkpoint import CheckpointManager
-    from tensorshard.checkpoint.registered import RegisteredStates
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ class StateMethods:
     _update: Update
     _watch: CallWatch
     _averages: WeightAverages
-    _background: "BackgroundSaves"
-    _states: "RegisteredStates"
+    _background: BackgroundSaves
+    _states: RegisteredStates
 
     @property
     def model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Switches of transformers' models: caches of keys and values, and the search for packed sequences."""
+"""What tells transformers' models, and their switches: caches of keys and values, the search for packed sequences."""
 
 import functools
 import sys
@@ -16,6 +16,11 @@ _MODULE = "transformers.masking_utils"
 _LOOKS = "find_packed_sequence_indices"
 _POSITIONS = "position_ids"
 _Model = TypeVar("_Model")
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether `module` is a model of Hugging Face's transformers, or derived from one."""
+    return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
 
 
 class GenerationCache:

@@ -1,9 +1,8 @@
 """Checks of single fields of a Plan and of its parts. Each raises with a sentence that names the field."""
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, fields
 from functools import wraps
 from typing import Any, TypeVar
@@ -16,12 +15,19 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS.update({"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40})
 
 
+def _nearest(value: Any, known: Sequence[str], cutoff: float) -> list[str]:
+    """The one of `known` that is most like `value`, in a list that is empty where none is like it."""
+    import difflib  # imported when used: `import tensorshard` stays quick
+
+    return difflib.get_close_matches(str(value), known, n=1, cutoff=cutoff)
+
+
 def unknown_field(cls: type, values: Iterable[Any]) -> str | None:
     """A message about the first of `values` that is no field of the dataclass `cls`; None if all are."""
     known = [f.name for f in fields(cls)]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            near = _nearest(key, known, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
             return f"{cls.__name__} has no field {key!r}; {hint}"
     return None
@@ -68,7 +74,7 @@ def check_positive(name: str, value: Any) -> None:
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises unless `value` is one of `choices`; the message names the nearest."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        near = _nearest(value, choices, cutoff=0.4)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}{hint}")
 

@@ -1,6 +1,5 @@
 """What a Plan offloads, and to where, as pure data."""
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +69,8 @@ class Offload:
     @property
     def folder(self) -> Path:
         """The folder that `path` means."""
+        import tempfile  # imported when used: `import tensorshard` stays quick
+
         return Path(tempfile.gettempdir() if self.path is None else self.path)
 
     @property

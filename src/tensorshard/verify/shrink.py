@@ -15,6 +15,7 @@ from tensorshard.model.batches import batch_size, call_model
 from tensorshard.model.fake_copies import copy_with, make_fake_copy, make_sample
 from tensorshard.model.global_state import restored_globals
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
+from tensorshard.model.transformers_settings import is_of_transformers
 from tensorshard.parallelize.restore_on_error import is_just_built
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
@@ -40,7 +41,6 @@ from tensorshard.verify.narrow_config import (
     narrow,
     unmatched_names,
 )
-from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import from_meta, record
 from tensorshard.weights.initial.source import named_tensors

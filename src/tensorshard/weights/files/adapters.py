@@ -18,8 +18,8 @@ from torch import nn
 
 from tensorshard.common.words import kind_of
 from tensorshard.model.parameters import STATISTICS, keeps_statistics
+from tensorshard.model.transformers_settings import is_of_transformers
 from tensorshard.torch_private.modules import own_parameters, set_buffer, set_parameter, without_values
-from tensorshard.weights.files.checkpoint_files import is_of_transformers
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class, weights_folder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

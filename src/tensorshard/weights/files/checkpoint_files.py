@@ -1,22 +1,19 @@
 """Reads the tensors of checkpoints, by torch's planner for any layout; also as a file of weights.
 
 Checkpoints of format 2 have a manifest, and are checked as they are read. Those of format 1 are torch's distributed
-checkpoints, of which only the metadata is unpickled. :class:`StoredWeights` and its like say where files store the
-values of a model's tensors.
+checkpoints, of which only the metadata is unpickled.
 """
 
 import io
 import json
 import math
 import pickle
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -29,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from tensorshard.common.stores import LocalStore, Store, fetched, open_store
+from tensorshard.common.stores import LocalStore, Store, open_store
 from tensorshard.common.words import kind_of
 from tensorshard.weights.files.manifest import (
     DTYPES,
@@ -44,63 +41,10 @@ from tensorshard.weights.files.manifest import (
     read_checked,
     read_manifest,
 )
-
-CONFIGS = ("config.json", "generation_config.json")
-"""The files that describe a model of transformers."""
+from tensorshard.weights.files.stored_weights import WeightFile
 
 _DOCUMENT = "engine.json"
 _BLOCK = 8 << 20  # bytes that are read before they are copied, where they are not read to where they belong
-
-
-class WeightFile(ABC, Mapping[str, torch.Tensor]):
-    """The tensors of one file, by name. Each is read when it is used."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = path
-
-    @property
-    def folder(self) -> str:
-        """Where the file is."""
-        return str(self.path).rpartition("/")[0]
-
-    @property
-    def name(self) -> str:
-        """The file's name there."""
-        return str(self.path).rpartition("/")[2]
-
-    @property
-    def size(self) -> int:
-        """The file's bytes."""
-        return Path(self.path).stat().st_size
-
-    @abstractmethod
-    def layout(self, name: str) -> torch.Tensor:
-        """The tensor `name` on the meta device: its shape and dtype."""
-
-
-@dataclass
-class StoredWeights:
-    """Where the values of a model's tensors are stored.
-
-    Attributes:
-        files: all files.
-        made_of: for each of the model's names that the files have, a function that reads its tensor.
-        unused: names in the files that the model has no place for.
-    """
-
-    files: list[WeightFile]
-    made_of: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    layouts: dict[str, torch.Tensor] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-
-    def describe(self) -> list[tuple[str, int]]:
-        """Names and sizes of the files. They are equal on ranks that read the same files."""
-        return [(file.name, file.size) for file in self.files]
-
-
-def is_of_transformers(module: nn.Module) -> bool:
-    """Whether `module` is a model of Hugging Face's transformers, or derived from one."""
-    return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
 
 
 # Unpickling could otherwise run any code that a stranger put into the file.
@@ -349,21 +293,6 @@ def open_checkpoint(path: Path | str) -> OpenCheckpoint:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     check_sizes(store, ends, at_least=True)
     return OpenCheckpoint(store, document, metadata, None)
-
-
-def is_checkpoint_url(place: Path | str) -> bool:
-    """Whether `place` is the URL of a checkpoint. Not all of it may be there."""
-    return isinstance(place, str) and open_store(place).size(MANIFEST) is not None
-
-
-def local_configs(place: Path | str) -> Path:
-    """A folder of this machine with the configs of transformers that are in the folder or checkpoint `place`."""
-    if isinstance(place, Path):
-        return place
-    store = open_store(place)
-    manifest = read_manifest(store)  # in a store, each save gives its files new names
-    names = store.files() if manifest is None else list(manifest.files)
-    return fetched(place, {name: plain for name in names for plain in CONFIGS if name.rpartition("-")[2] == plain})
 
 
 class CheckpointWeights(WeightFile):

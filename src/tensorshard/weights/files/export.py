@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from tensorshard.common.folders import WholeFolder
 from tensorshard.common.stores import UploadedFolder, folder_to_write
+from tensorshard.model.transformers_settings import is_of_transformers
 from tensorshard.plan.field_checks import size_in_bytes
-from tensorshard.weights.files.checkpoint_files import CONFIGS, is_of_transformers, local_configs
+from tensorshard.weights.files.stored_weights import CONFIGS, local_configs
 from tensorshard.weights.files.transformers_weights import StoredNames
 
 MAX_SHARD_SIZE = "5GB"

@@ -15,13 +15,8 @@ from torch import nn
 from tensorshard.common.stores import local_or_url
 from tensorshard.common.words import kind_of
 from tensorshard.model.parameters import parameter_aliases
-from tensorshard.weights.files.checkpoint_files import (
-    StoredWeights,
-    WeightFile,
-    is_of_transformers,
-    local_configs,
-)
-from tensorshard.weights.files.foreign.opening import open_weights
+from tensorshard.model.transformers_settings import is_of_transformers
+from tensorshard.weights.files.stored_weights import StoredWeights, WeightFile, local_configs
 from tensorshard.weights.files.weight_files import on_this_machine
 from tensorshard.weights.initial.source import TensorSource
 
@@ -124,7 +119,7 @@ def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | 
             f"model is {kind_of(model)}; from_pretrained needs what builds it, such as a class or a lambda, so "
             f"that no rank holds all of it"
         )
-    open_weights(place)  # unreadable files raise here, before a world is joined
+    _open(place)  # unreadable files raise here, before a world is joined
     return PretrainedModel(place, model)
 
 
@@ -145,8 +140,14 @@ class _FileTensors(TensorSource):
         return self._made_of[stored]().to(self._layouts[name].dtype)
 
 
+def _open(path: Path | str, module: nn.Module | None = None) -> list[WeightFile]:
+    from tensorshard.weights.files.foreign.opening import open_weights  # which brings torch's checkpoints
+
+    return open_weights(path, module)
+
+
 def _stored(path: Path | str, module: nn.Module) -> StoredWeights:
-    stored = _find_stored(open_weights(path, module), module)
+    stored = _find_stored(_open(path, module), module)
     if not stored.made_of:
         raise ValueError(
             f"{path} has no weight of this {type(module).__name__}: its names are like "

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorshard.weights.files.checkpoint_files import StoredWeights, WeightFile, is_of_transformers
+from tensorshard.model.transformers_settings import is_of_transformers
+from tensorshard.weights.files.stored_weights import StoredWeights, WeightFile
 
 
 def match(stored: StoredWeights, where: Mapping[str, WeightFile], model: Any) -> None:

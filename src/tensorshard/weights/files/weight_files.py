@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tensorshard.common.stores import fetched, open_store
-from tensorshard.weights.files.checkpoint_files import WeightFile
+from tensorshard.weights.files.stored_weights import WeightFile, is_checkpoint_url
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -87,8 +87,6 @@ def on_this_machine(place: Path | str) -> Path | str:
     Args:
         place: a path, or the URL of a folder, of a file, or of an index of files.
     """
-    from tensorshard.weights.files.checkpoint_files import is_checkpoint_url  # which brings torch's checkpoints
-
     if isinstance(place, Path) or is_checkpoint_url(place):
         return place
     folder, _, name = place.rstrip("/").rpartition("/")

@@ -6,10 +6,11 @@ from torch import nn
 
 from tensorshard.common.stores import open_store
 from tensorshard.model.parameters import parameter_aliases
-from tensorshard.weights.files.checkpoint_files import CheckpointWeights, OpenCheckpoint, WeightFile, open_checkpoint
+from tensorshard.weights.files.checkpoint_files import CheckpointWeights, OpenCheckpoint, open_checkpoint
 from tensorshard.weights.files.foreign import dcp, deepspeed, megatron, torch_files
 from tensorshard.weights.files.foreign.pieces import Contents
 from tensorshard.weights.files.manifest import MANIFEST
+from tensorshard.weights.files.stored_weights import WeightFile
 from tensorshard.weights.files.weight_files import open_weight_files
 
 KNOWN = (
