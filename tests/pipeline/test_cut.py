@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 import tensorshard as ts
@@ -340,7 +341,8 @@ def test_a_backward_in_two_parts_is_one():
     fired: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    (found,), weights = backward_of_inputs(model(x), gradients, [x], model.parameters())
+    roots = [get_gradient_edge(output) for output in model(x)]
+    (found,), weights = backward_of_inputs(roots, gradients, [x], model.parameters())
     torch.testing.assert_close(found, expected_input)
     assert not fired and all(p.grad is None for p in model.parameters())
     weights.run()

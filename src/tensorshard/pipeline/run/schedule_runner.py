@@ -62,7 +62,13 @@ class PipelineRunner:
             )
         self._scheduled = [
             ScheduledStage(
-                stage, group=group, device=self._device, context=context, hooks=hooks or StageHooks(), split=split
+                stage,
+                group=group,
+                device=self._device,
+                context=context,
+                hooks=hooks or StageHooks(),
+                split=split,
+                sends=schedule != "1f1b",
             )
             for stage in stages
         ]
@@ -129,6 +135,8 @@ class PipelineRunner:
         try:
             # The schedule cuts its target into one number for each micro-batch. It never sees the inputs.
             run(schedule, torch.arange(count))
+            for stage in self._scheduled:
+                stage.finish_sends()
         except BaseException:
             self._made.pop(count, None)  # its state may wait for messages that never came
             raise

@@ -64,28 +64,26 @@ class WeightBackward:
 
 
 def backward_of_inputs(
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
+    roots: list[GradientEdge],
+    gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     parameters: Iterable[torch.Tensor],
 ) -> tuple[list[torch.Tensor | None], WeightBackward]:
     """The gradients of `inputs`, and the second part of the backward, for those of `parameters`.
 
     Args:
-        outputs: tensors that require gradients.
-        gradients: with respect to `outputs`; None for a scalar's own 1.
+        roots: where backward starts.
+        gradients: that arrive there.
         inputs: leaves.
         parameters: leaves.
     """
-    given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
-    roots = [get_gradient_edge(tensor) for tensor in outputs]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     targets = {get_gradient_edge(tensor).node for tensor in wanted}
     leaves = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
     order = _nodes([edge.node for edge in roots])
     on_the_way = _reaching(order, targets)
     arriving: dict[Node, list[torch.Tensor | None]] = {}
-    for edge, gradient in zip(roots, given, strict=True):
+    for edge, gradient in zip(roots, gradients, strict=True):
         if edge.node not in on_the_way:  # not on a path to the inputs
             slots = arriving.setdefault(edge.node, [])
             slots.extend([None] * (edge.output_nr + 1 - len(slots)))
@@ -100,8 +98,8 @@ def backward_of_inputs(
     ]
     computed: Sequence[torch.Tensor | None] = ()
     try:
-        if wanted and outputs:
-            computed = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+        if wanted and roots:
+            computed = torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()

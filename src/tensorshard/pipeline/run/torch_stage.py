@@ -6,6 +6,7 @@ change, and tensors are sent without sending their shapes first.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorshard.comm.world import world
 from tensorshard.model.tensors import TensorSpec
@@ -23,6 +25,8 @@ from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.torch_private.pipelining import ScheduleStage
 
 logger = logging.getLogger("tensorshard")
+
+_UNDER_WAY = 4  # messages that a stage sends at once; it waits for the oldest one before it sends a further one
 
 
 class StageHooks:
@@ -50,10 +54,15 @@ class _MicroBatch:
     sent_specs: tuple[TensorSpec, ...]
     received: tuple[torch.Tensor, ...] = ()
     sent: tuple[torch.Tensor, ...] = ()
+    roots: tuple[GradientEdge | None, ...] = ()  # where the backward from each tensor that is sent starts
     gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were sent
     input_gradients: tuple[torch.Tensor | None, ...] = ()  # of the tensors that were received
     weights: WeightBackward | None = None
     flags: torch.Tensor | None = None  # [sent tensors]: 1 where there is a gradient
+
+
+def _root(tensor: torch.Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 class _Absent:
@@ -98,6 +107,8 @@ class ScheduledStage(ScheduleStage):
         hooks: called before and after backwards.
         split: whether schedules that compute gradients of inputs and of parameters separately may do so. If not, both
             are computed at the time of the inputs' gradients.
+        sends: whether it sends by itself. A schedule of torch's keeps what is sent until the step ends, all
+            micro-batches of it. One that sends and receives at once must do so itself; it keeps nothing.
     """
 
     def __init__(
@@ -109,6 +120,7 @@ class ScheduledStage(ScheduleStage):
         context: Callable[[], AbstractContextManager[Any]],
         hooks: StageHooks,
         split: bool,
+        sends: bool,
     ) -> None:
         # An empty module: torch would gather and reduce a sharded one by itself, at the wrong times.
         super().__init__(nn.Module(), stage.index, stage.cut.stages, device, group)
@@ -120,12 +132,14 @@ class ScheduledStage(ScheduleStage):
         self._backwards = 0  # those of this step that added to parameters' gradients
         self._absent_received, self._absent_sent = _Absent(), _Absent()
         self._said = False
+        self._sends, self._under_way = sends, deque[list[dist.Work | None]]()
 
     def begin(self, inputs: Sequence[Any]) -> None:
         """Sets the micro-batches of the next step, and forgets what a failed step left."""
         self._inputs = inputs
         self._batches = {}
         self._backwards = 0
+        self._under_way.clear()
         self._absent_received.begin(len(inputs))
         self._absent_sent.begin(len(inputs))
 
@@ -161,7 +175,7 @@ class ScheduledStage(ScheduleStage):
         if self.is_last:
             # The schedule's loss function takes it out of this list, so that nothing else holds it.
             return fwd_chunk_id, [output]
-        batch.sent = output
+        batch.sent, batch.roots = output, tuple(map(_root, output))
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -169,7 +183,8 @@ class ScheduledStage(ScheduleStage):
             return []
         batch = self._of(fwd_chunk_id)
         tensors = [spec.arranged(t.detach()) for spec, t in zip(batch.sent_specs, batch.sent, strict=True)]
-        return self._ops(dist.isend, batch.sent_specs, tensors, self.stage_index + 1)
+        batch.sent = ()  # backward does not need the values, which would take memory until then
+        return self._sent(self._ops(dist.isend, batch.sent_specs, tensors, self.stage_index + 1))
 
     # -- backward --
 
@@ -205,12 +220,17 @@ class ScheduledStage(ScheduleStage):
             batch.flags = None
         if not self.is_last:
             self._absent_sent.learn(batch.cut, batch.gradients)
-        outputs = [loss] if self.is_last else list(batch.sent)
-        gradients = [None] if self.is_last else list(batch.gradients)
+        roots, gradients = batch.roots, batch.gradients
+        if self.is_last:
+            if loss.numel() != 1:
+                raise RuntimeError(
+                    f"grad can be implicitly created only for scalar outputs, and the loss has shape {list(loss.shape)}"
+                )
+            roots, gradients = (_root(loss),), (torch.ones_like(loss),)
         pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if output.requires_grad and (self.is_last or gradient is not None)
+            (root, gradient)
+            for root, gradient in zip(roots, gradients, strict=True)
+            if root is not None and gradient is not None
         ]
         if full_backward or not self._split:
             self._before_gradients(bwd_chunk_id)
@@ -225,7 +245,7 @@ class ScheduledStage(ScheduleStage):
                     [t for t, _ in pairs], [g for _, g in pairs], batch.received, self.stage.module.parameters()
                 )
             batch.input_gradients = tuple(input_gradients)
-        batch.received = batch.sent = batch.gradients = ()
+        batch.received = batch.sent = batch.gradients = batch.roots = ()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         batch = self._batches.get(bwd_chunk_id)
@@ -252,7 +272,7 @@ class ScheduledStage(ScheduleStage):
             operations.append(self._op(dist.isend, flags, self.stage_index - 1))
         self._absent_received.learn(batch.cut, gradients)
         batch.input_gradients = ()
-        return operations
+        return self._sent(operations)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         if not self.has_backward:
@@ -265,6 +285,13 @@ class ScheduledStage(ScheduleStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
             self._hooks.after_last_backward(self.stage)
+
+    def finish_sends(self, most: int = 0) -> None:
+        """Waits until at most so many of the messages that it sends are under way, and lets go of the others."""
+        while len(self._under_way) > most:
+            for work in self._under_way.popleft():
+                if work is not None:
+                    work.wait()
 
     # -- methods that schedules call, and that do nothing here --
 
@@ -324,6 +351,15 @@ class ScheduledStage(ScheduleStage):
         group = self.group if self.group is not None else dist.group.WORLD
         peer = dist.get_global_rank(group, self.stage_index_to_group_rank[neighbour])  # type: ignore[arg-type]
         return dist.P2POp(kind, tensor, peer, self.group)
+
+    def _sent(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Sends; returns what is left for the schedule to send."""
+        if not self._sends:
+            return operations
+        self._under_way.append([one.op(one.tensor, one.peer, one.group) for one in operations])
+        # Neighbours receive in the order of the schedule, in which whatever they wait for before is sent earlier.
+        self.finish_sends(_UNDER_WAY)
+        return []
 
     def _ops(
         self, kind: Any, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], neighbour: int

@@ -44,6 +44,7 @@ from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.weights.files.pretrained_model import without_files
 
 _TRIES = 8  # the most plans that are estimated, the best first, as long as none of them fits
+_ROOMS, _TRIES_OF_A_ROOM = (0.75, 0.5), 3  # then the best plans that need no more of the memory by their bounds
 _TRIES_OF_A_CHANGE = 2  # estimates for each change
 _DOUBLINGS = 4
 _WIDTH = 80
@@ -131,12 +132,19 @@ def find_plans(
 
 
 def _best(search: Search, key: Key, top: int, progress: Progress) -> Search:
-    """Runs the search. If none of the best plans fits, those that take the least memory are tried next."""
+    """Runs the search. If none of the best plans fits, the best of those that need less of the memory by their bounds
+    are tried next, and at last those that take the least."""
     search.run(key, top, progress, max_misfits=_TRIES)
-    if not search.fitting and not search.exhausted:
+    if search.fitting or search.exhausted:
+        return search
+    for room in _ROOMS if key is BY_TIME else ():
+        if not search.fitting:
+            most = search.estimates + _TRIES_OF_A_ROOM
+            search.run(key, top, progress, max_misfits=most, room=room, stop_at_first_fit=True)
+    if not search.fitting:
         search.run(BY_MEMORY, 1, progress, stop_at_first_fit=True)
-        if search.fitting:
-            search.run(key, top, progress)
+    if search.fitting:
+        search.run(key, top, progress)
     return search
 
 

@@ -1,16 +1,19 @@
 """Predicts a plan before its estimate: a lower bound of its memory, which prunes, and seconds, which order estimates.
 
-Both are arithmetic on traces of one data rank. The bound leaves out padding, buffers and uneven stages. Seconds take
-stages to be equal, and send the weights of a block in one message.
+Both are arithmetic on traces of one data rank. The bound leaves out padding and buffers, and knows uneven stages once a
+pipeline was estimated. Seconds take stages to be equal, and send the weights of a block in one message.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 from tensorshard.passes.precision import DTYPES
+from tensorshard.pipeline.cut import cut_model
 from tensorshard.pipeline.run.split_backward import may_split_backward
+from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.plan.plan import Plan
+from tensorshard.plan.schedules import find_schedule
 from tensorshard.predict.operation_ledger import BACKWARD, FORWARD, UPDATE, Kernel, Transfer
 from tensorshard.predict.rank_estimate import SMALL_SEGMENT, resident
 from tensorshard.predict.search.candidates import Candidate
@@ -19,6 +22,7 @@ from tensorshard.predict.search.problem import SearchProblem
 from tensorshard.predict.search.traces import BASE, Trace, TraceKey, scaled_kernel_time, trace_key
 from tensorshard.predict.step_time import transfer_time
 
+_OF_CUT = 0.95  # a rank takes at least this part of what the costs that the model is cut by say of it
 _UNEVEN = 0.7  # a stage's share of activations is at least this times that of equal stages
 _EVEN = 0.95  # the same, if a model has equal blocks, and as many of them in each stage
 _NEEDED = 0.95  # the share of a trace's working memory that a plan with ZeRO needs: it keeps no whole gradients
@@ -63,6 +67,7 @@ class Predictions:
     traces: Mapping[TraceKey, Trace]
     facts: ModelFacts | None
     _recomputation: dict[tuple[int, int, bool], float] = field(default_factory=dict)
+    _shares: dict[tuple[int, int, str], list[tuple[float, float]]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Prediction:
         """The prediction for a plan."""
@@ -87,49 +92,66 @@ class Predictions:
         split *= plan.pp
         zero, shard = int(plan.zero), plan.shard_size
         copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
-        base, largest = self.traces[BASE], self._largest(plan)  # which is in one of the stages
+        base = self.traces[BASE]
         width = 4 if plan.precision == "fp32" else 6
         kept_here, kept_traced = self._kept_of_experts(plan.ep), self._kept_of_experts(key.ep)
         of_one = self._kept_of_experts(plan.ep, 2)  # of the largest parameter
-
-        def held_of(traced: int, in_base: float, level: int) -> float:
-            """Bytes of values that are sharded at ZeRO `level` and above."""
-            if zero >= level:  # experts are sharded over fewer ranks, which have fewer of them
-                return max(traced / kept_traced / split, in_base * largest) / shard
-            return max(traced / kept_traced * kept_here / split, in_base * largest * of_one)
-
-        of_parameters = trace.parameters, base.gradients / 4 * width
-        unsharded, in_parts = held_of(*of_parameters, level=4), held_of(*of_parameters, level=min(zero, 1))
-        parameters = unsharded
         gathered = self._gathered(plan) if zero == 3 and shard > 1 else 0.0
-        if zero == 3:
-            # Frozen 16-bit weights stay as they are; the trace is of ZeRO 0, which computes with them in fp32.
-            narrow = self.facts.narrow if self.facts is not None and plan.precision == "fp32" else 0
-            parameters = in_parts - narrow / split / shard + gathered
-        elif zero and plan.precision != "fp32":
-            parameters = unsharded * copies + in_parts * (1 - copies)
-        gradients = held_of(trace.gradients, base.gradients, level=2)
-        if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
-            gradients /= 2  # those of a single micro-batch are reduced as they come
-        optimizer = held_of(trace.optimizer, base.optimizer, level=1)
-        if plan.offloaded is not None:
-            gradients, optimizer = 0.0, 0.0
-            if not self.problem.on_cpus:  # master weights are in the host's memory
-                parameters = gathered if zero == 3 and shard > 1 else unsharded * copies
+
+        def states(largest: float) -> tuple[float, float, float]:
+            """Bytes of parameters, gradients and optimizer states with equal stages, or of the `largest` part of all
+            elements, which is in one of the stages. What is `gathered` counts apart."""
+
+            def held_of(traced: int, in_base: float, level: int) -> float:
+                """Bytes of values that are sharded at ZeRO `level` and above."""
+                if zero >= level:  # experts are sharded over fewer ranks, which have fewer of them
+                    return max(traced / kept_traced / split, in_base * largest) / shard
+                return max(traced / kept_traced * kept_here / split, in_base * largest * of_one)
+
+            of_parameters = trace.parameters, base.gradients / 4 * width
+            unsharded, in_parts = held_of(*of_parameters, level=4), held_of(*of_parameters, level=min(zero, 1))
+            parameters = unsharded
+            if zero == 3:
+                # Frozen 16-bit weights stay as they are; the trace is of ZeRO 0, which computes with them in fp32.
+                narrow = self.facts.narrow if self.facts is not None and plan.precision == "fp32" else 0
+                parameters = in_parts - narrow / split / shard
+            elif zero and plan.precision != "fp32":
+                parameters = unsharded * copies + in_parts * (1 - copies)
+            gradients = held_of(trace.gradients, base.gradients, level=2)
+            if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
+                gradients /= 2  # those of a single micro-batch are reduced as they come
+            optimizer = held_of(trace.optimizer, base.optimizer, level=1)
+            if plan.offloaded is not None:
+                gradients, optimizer = 0.0, 0.0
+                if not self.problem.on_cpus:  # master weights are in the host's memory
+                    parameters = 0.0 if zero == 3 and shard > 1 else unsharded * copies
+            return parameters, gradients, optimizer
+
+        def together(parameters: float, gradients: float, optimizer: float, activations: float) -> float:
+            # Gradients of gathered parameters are of their size, too.
+            kept = gradients if plan.micro_batches > 1 else 0.0
+            return parameters + gathered + optimizer + max(gradients, kept + activations, gathered)
+
         activations = self._activations(plan, trace, key) * candidate.micro_batch / split / parts
+        of_ranks = 0.0
         if plan.pp > 1:
-            times = plan.micro_batches / plan.pp
-            activations *= (
-                self._least_share(plan) * plan.pp * _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, times)
-            )
-        kept_gradients = gradients if plan.micro_batches > 1 else 0.0
+            kept = _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, plan.micro_batches / plan.pp)
+            even = states(largest=0.0)
+            received = self._output_bytes(plan) * candidate.micro_batch if plan.sequence_parallel else 0.0
+            for rank, (of_states, of_activations) in enumerate(self._shares_of_ranks(plan)):
+                part = _at(kept, rank / plan.pp) * plan.pp
+                # Whole sequences go from stage to stage, and are kept beside the parts that layers work on.
+                later = plan.stages_per_rank - (rank == 0)  # stages that receive something
+                held = part * (activations * of_activations + received * later)
+                parameters, gradients, optimizer = (part * of_states for part in even)
+                of_ranks = max(of_ranks, _OF_CUT * together(parameters, gradients, optimizer, held))
+            activations *= self._least_share(plan) * plan.pp * max(kept)
         if plan.pp == 1 and key == trace_key(plan):
             # The working memory of a step has a fixed part, and a part for each sample. So for fewer samples it shrinks
             # at most in proportion.
             working = _NEEDED * trace.working * min(1.0, candidate.micro_batch / trace.samples)
             activations = max(activations, working)
-        # Gradients of gathered parameters are of their size, too.
-        total = parameters + optimizer + max(gradients, kept_gradients + activations, gathered)
+        total = max(of_ranks, together(*states(self._largest(plan)), activations))
         if self.problem.on_cpus:
             return resident(int(total)) + self.problem.hardware.context_under(plan)
         segments = -(-int(total) // SMALL_SEGMENT)  # an allocator reserves whole segments
@@ -140,6 +162,25 @@ class Predictions:
         blocks = 0 if self.facts is None else len(self.facts.equal_blocks)
         stages = plan.pp * plan.stages_per_rank
         return max(_UNEVEN, _EVEN * (blocks // stages) * stages / blocks) if blocks else _UNEVEN
+
+    def _output_bytes(self, plan: Plan) -> float:
+        """Bytes of what a block returns for each sample, with whole sequences along tp."""
+        if self.facts is None or not self.facts.blocks:
+            return 0.0
+        nbytes = self.facts.block_outputs / self.facts.blocks / self.facts.samples / plan.cp
+        return nbytes if plan.precision == "fp32" else nbytes / 2
+
+    def _shares_of_ranks(self, plan: Plan) -> Sequence[tuple[float, float]]:
+        """How many times what a rank has with equal stages each has, of parameters and of what is kept for backward;
+        nothing if no run is known by which a pipeline was cut."""
+        graph = next((traced.graph for traced in (self.problem.shared.traced or {}).values()), None)
+        if graph is None:
+            return ()
+        place = find_schedule(plan.pp_schedule).placement
+        key = (plan.pp, plan.stages_per_rank, place)
+        if key not in self._shares:
+            self._shares[key] = _shares_of_ranks(graph, plan)
+        return self._shares[key]
 
     def _kept_of_experts(self, ep: int, place: int = 0) -> float:
         """The part of the parameters that a rank has, if `ep` ranks share the experts. `place`: as in the facts."""
@@ -258,9 +299,7 @@ class Predictions:
         if self.facts is None or not self.facts.blocks:
             return 0.0
         # A block has two pairs of split layers. The outputs of each pair are summed, and the gradients of its inputs.
-        nbytes = self.facts.block_outputs / self.facts.blocks * candidate.micro_batch / self.facts.samples / plan.cp
-        if plan.precision != "fp32":
-            nbytes /= 2
+        nbytes = self._output_bytes(plan) * candidate.micro_batch
         per_sum = self._transfer(Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp), plan)
         return per_sum * _SUMS * self.facts.blocks
 
@@ -355,9 +394,9 @@ def _bubble(schedule: str, stages: int, ranks: int, micro_batches: int, forward:
 
 
 @cache
-def _kept(schedule: str, stages: int, ranks: int, times: float) -> float:
-    """The part of a micro-batch's activations that the rank with the most keeps, if all stages have equal ones. It is
-    the same for many ranks as for a few, or a little more.
+def _kept(schedule: str, stages: int, ranks: int, times: float) -> tuple[float, ...]:
+    """The parts of a micro-batch's activations that ranks keep at most, from the first rank to the last, if all stages
+    have equal ones. A few ranks stand for many: the part of the first one is the same, or a little more.
 
     Args:
         times: how many micro-batches there are for each rank.
@@ -365,7 +404,31 @@ def _kept(schedule: str, stages: int, ranks: int, times: float) -> float:
     from tensorshard.pipeline.run.draw_schedule import kept_by_ranks
 
     if times < 1:  # as no schedule allows but gpipe, which keeps them all
-        return times
+        return (times,) * min(ranks, _FEW)
     few = min(ranks, _FEW)
     by_rank = kept_by_ranks(schedule, ranks=few, stages_per_rank=stages, micro_batches=few * min(4, int(times)))
-    return max(by_rank) / (few * stages)
+    return tuple(most / (few * stages) for most in by_rank)
+
+
+def _at(kept: Sequence[float], place: float) -> float:
+    """What :func:`_kept` says of the rank with so many of all before it."""
+    before, further = divmod(place * len(kept), 1)
+    first, second = kept[int(before)], kept[min(int(before) + 1, len(kept) - 1)]
+    return first + (second - first) * further
+
+
+def _shares_of_ranks(graph: CallGraph, plan: Plan) -> list[tuple[float, float]]:
+    """What :meth:`Predictions._shares_of_ranks` says, by the cut of the calls of `graph`; nothing if it has none."""
+    try:
+        cut = cut_model(graph, plan.pp * plan.stages_per_rank, split=plan.pp_split)
+    except ValueError:
+        return []
+    parameters, kept = [0.0] * plan.pp, [0.0] * plan.pp
+    for stage, (start, stop) in enumerate(cut.spans):
+        rank = find_schedule(plan.pp_schedule).rank_of(stage, plan.pp)
+        parameters[rank] += graph.parameter_bytes(start, stop)
+        kept[rank] += sum(call.saved_bytes for call in graph.calls[start:stop])
+    of_all = sum(graph.bytes_of.values()), sum(kept)
+    return [
+        (p * plan.pp / (of_all[0] or 1), k * plan.pp / (of_all[1] or 1)) for p, k in zip(parameters, kept, strict=True)
+    ]

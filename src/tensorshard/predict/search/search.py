@@ -163,6 +163,7 @@ class Search:
         most: int = MOST_ESTIMATES,
         max_misfits: int = MOST_ESTIMATES,
         longest: float = math.inf,
+        room: float = 1.0,
         stop_at_first_fit: bool = False,
     ) -> "Search":
         """Looks for the `top` best plans by `key`. If it was run before, it goes on with what is left.
@@ -171,6 +172,7 @@ class Search:
             most: how many plans may be estimated, with those of earlier runs.
             max_misfits: the same, as long as none of them fits.
             longest: the most seconds that a step may take.
+            room: the part of the memory that a plan may take by its bound, before its estimate.
             stop_at_first_fit: whether to stop at the first plan that fits.
 
         Raises:
@@ -186,6 +188,10 @@ class Search:
             is_out = one.refused or one.memory > self.problem.memory or one.likely_seconds > longest * (1 + _DOUBT)
             if is_out or self._is_worse(one, key, top):
                 queue.popleft()
+                continue
+            if one.memory > self.problem.memory * room:
+                queue.popleft()
+                self.exhausted = False
                 continue
             wanted = trace_key(one.plan)
             if wanted in failed:
@@ -320,6 +326,7 @@ class Search:
         progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
         self.estimates += 1
         plan, samples = one.plan, self.traces[BASE].samples
+        knew_cuts = bool(self.problem.shared.traced)
         problem, splits_sequences = self.problem.under(plan.ep), plan.sequence_parallel
         search_table(problem, plan.tp, samples, self._equal_blocks, sequence_parallel=splits_sequences, ep=plan.ep)
         try:
@@ -329,6 +336,8 @@ class Search:
             for other in self._refused_alike(one.plan):
                 other.refused = one.refused
             return
+        if self.problem.shared.traced and not knew_cuts:
+            self._predict_pipelines()
         if one.memory > self.problem.memory:
             self._raise_memory_floors(one)
         if not one.estimate.complete:
@@ -342,6 +351,12 @@ class Search:
             self.fitting.sort(key=lambda state: (key(state.memory, state.seconds), state.candidate.order))
 
     # What that says of other plans.
+
+    def _predict_pipelines(self) -> None:
+        """Predicts them anew once it is known how the model is cut."""
+        for other in self.considered:
+            if other.plan.pp > 1 and other.estimate is None and not other.extrapolated:
+                other.first = self._predictions.of(other.candidate)
 
     def _correct(self, among: Iterable[CandidateState]) -> None:
         """Corrects predictions by the least error of plans with the same stages, and raises them to the floors.
