@@ -95,12 +95,16 @@ def _cut(source: TensorSource, decisions: Decisions, context: PassContext, sampl
     return CutCache(tracer, Cut(graph, positions), graphs if decisions.traced is not None else None)
 
 
+def key_of_run(plan: Plan, tp_index: int, sample_inputs: Any) -> Any:
+    """Where :class:`Decisions` keep the run from which a rank with this place along tp cuts the model."""
+    units = None if plan.pp_units is None else tuple(plan.pp_units)
+    return plan.tp, plan.sequence_parallel, tp_index, plan.precision, units, input_signature(sample_inputs)
+
+
 def _traced(source: TensorSource, decisions: Decisions, context: PassContext, sample_inputs: Any) -> Traced:
     """The model's run, or the run of an earlier plan if the model runs the same under both."""
     plan = context.plan
-    units = None if plan.pp_units is None else tuple(plan.pp_units)
-    signature = input_signature(sample_inputs)
-    key = (plan.tp, plan.sequence_parallel, context.mesh.index("tp"), plan.precision, units, signature)
+    key = key_of_run(plan, context.mesh.index("tp"), sample_inputs)
     known = None if decisions.traced is None else decisions.traced.get(key)
     if known is not None and known.table is context.table:
         return known

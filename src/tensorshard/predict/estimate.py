@@ -29,6 +29,9 @@ from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.model.transformers_settings import NotPacked
 from tensorshard.parallelize.build import build_engine
 from tensorshard.parallelize.part import Decisions
+from tensorshard.parallelize.stages import key_of_run
+from tensorshard.pipeline.cut import cut_model
+from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.plan.field_checks import check_choice, size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.schedules import find_schedule
@@ -221,7 +224,8 @@ def estimate(
             "cpu" if the hardware is a machine without GPUs, else "cuda".
         decisions: those of an earlier estimate of this model, to save time. Those of this one are added to them.
         stop_above: bytes of a device. The estimate ends at the first rank that takes more, and is not complete then.
-            The ranks of a pipeline that are likely to take the most are run first. None to run all.
+            The ranks of a pipeline that are likely to take the most are run first. Of many ranks with stages that are
+            built alike, the one that keeps the most micro-batches is run, and stands for the others. None to run all.
 
     Raises:
         ValueError: the plan does not suit the model or the number of ranks; or the hardware is unknown (the error
@@ -281,7 +285,7 @@ def estimate(
                     tried,
                     optimizer=optimizer,
                     loss_fn=loss_fn,
-                    sample_inputs=None if takes_model(loss_fn) else inputs,
+                    sample_inputs=sample_inputs,
                     decisions=decisions,
                     off_device=device != "cpu",
                 )
@@ -306,21 +310,98 @@ def estimate(
                 on_host=device == "cpu",
             )
 
-    calls = [partial(estimated, stage) for stage in _fullest_first(len(first_ranks))]
+    sample_inputs = None if takes_model(loss_fn) else inputs
+    order = _fullest_first(len(first_ranks))
     # A table is searched for on real blocks, and the model's constructor run, by the first rank for all.
     is_built = isinstance(model, nn.Module) or decisions.recorded is not None
     is_split = (resolved.tp == 1 or decisions.table is not None) and resolved.ep in (1, *decisions.experts)
     alone = 0 if is_built and is_split else 1
-    ranks: list[RankEstimate] = []
-    # The two ends take the most memory. If one takes too much, the others need not be run.
-    ends = len(calls) if stop_above is None else alone + 2
-    for rank in chain.from_iterable(run_at_once(some) for some in (calls[:alone], calls[alone:ends], calls[ends:])):
-        ranks.append(rank)
+    run = None
+    if stop_above is not None and resolved.pp >= _MANY and decisions.traced is not None:
+        run = key_of_run(resolved, 0, sample_inputs)
+        alone = alone if run in decisions.traced else 1  # the first rank runs the model, from which it is cut
+
+    def alike() -> list[int]:
+        traced = None if run is None or decisions.traced is None else decisions.traced.get(run)
+        return list(range(resolved.pp)) if traced is None else _alike(traced.graph, tried)
+
+    ranks = _run_ranks(estimated, order, alone, alike, stop_above)
+    ranks = [replace(one, rank=first_ranks[one.stage]) for one in ranks]
+    complete = len(ranks) == len(first_ranks)
+    return Estimate(resolved, world_size, ranks, profile, size * resolved.dp_size, complete)
+
+
+def _run_ranks(
+    estimated: Callable[[int], RankEstimate],
+    order: list[int],
+    alone: int,
+    alike: Callable[[], list[int]],
+    stop_above: int | None,
+) -> list[RankEstimate]:
+    """The estimates of a pipeline's ranks, by their places.
+
+    Args:
+        order: in which they are run. alone: how many are run before all others.
+        alike: for each the one that stands for it, once two are run.
+        stop_above: as for :func:`estimate`.
+    """
+    stands_for: list[int] = []
+
+    def parts() -> Iterator[list[int]]:
+        yield order[:alone]
+        if stop_above is None:
+            yield order[alone:]
+            return
+        # The two ends take the most memory. If one takes too much, the others need not be run.
+        yield order[alone : alone + 2]
+        stands_for.extend(alike())
+        yield [stage for stage in order[alone + 2 :] if stands_for[stage] == stage]
+
+    ranks: dict[int, RankEstimate] = {}
+    for rank in chain.from_iterable(run_at_once([partial(estimated, one) for one in some]) for some in parts()):
+        ranks[rank.stage] = rank
         if stop_above is not None and rank.peak_device > stop_above:
             break
-    complete = len(ranks) == len(first_ranks)
-    ranks.sort(key=lambda one: one.stage)
-    return Estimate(resolved, world_size, ranks, profile, size * resolved.dp_size, complete)
+    else:
+        ranks |= {
+            stage: replace(ranks[like], stage=stage) for stage, like in enumerate(stands_for) if stage not in ranks
+        }
+    return [ranks[stage] for stage in sorted(ranks)]
+
+
+_MANY = 16  # ranks of a pipeline; of so many not all are run in a search
+
+
+def _alike(graph: CallGraph, plan: Plan) -> list[int]:
+    """For each pipeline rank, the one whose stages do as much in the same calls and that keeps the most micro-batches.
+
+    The two ends stand for themselves alone.
+    """
+    cut = cut_model(graph, plan.pp * plan.stages_per_rank, split=plan.pp_split)
+    schedule, kept = find_schedule(plan.pp_schedule), _kept_by_ranks(plan)
+    does: list[list[Any]] = [[] for _ in range(plan.pp)]
+    for stage, (start, stop) in enumerate(cut.spans):
+        calls = graph.calls[start:stop]
+        one_by_one = tuple((c.flops, c.written_bytes, c.saved_bytes, c.specs) for c in calls)
+        sizes = sorted(graph.bytes_of[name] for name in cut.parameters(stage))
+        shared = sorted(cut.shared.keys() & cut.parameters(stage))
+        crossing = cut.received_specs(stage), cut.sent_specs(stage)
+        does[schedule.rank_of(stage, plan.pp)].append((one_by_one, sizes, shared, crossing))
+    ends = 0, plan.pp - 1
+    like = list(range(plan.pp))
+    for rank in like.copy():
+        equal = [other for other in range(plan.pp) if other not in ends and does[other] == does[rank]]
+        if rank not in ends:
+            like[rank] = max(equal, key=lambda other: (kept[other], -other))
+    return like
+
+
+def _kept_by_ranks(plan: Plan) -> list[int]:
+    from tensorshard.pipeline.run.draw_schedule import kept_by_ranks
+
+    return kept_by_ranks(
+        plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank, micro_batches=plan.micro_batches
+    )
 
 
 def _first_ranks(plan: Plan) -> Iterator[int]:
@@ -393,14 +474,11 @@ def enough_micro_batches(plan: Plan, inputs: Any, targets: Any) -> int:
         return every
     if plan.pp == 1:
         return _ALONE
-    from tensorshard.pipeline.run.draw_schedule import kept_by_ranks
-
-    kept_activations = partial(kept_by_ranks, plan.pp_schedule, ranks=plan.pp, stages_per_rank=plan.stages_per_rank)
-    wanted = kept_activations(micro_batches=every)
+    wanted = _kept_by_ranks(plan)
 
     def keeps_as_many(count: int) -> bool:
         with suppress(ValueError):  # the schedule does not take so many
-            return kept_activations(micro_batches=count) == wanted
+            return _kept_by_ranks(replace(plan, micro_batches=count)) == wanted
         return False
 
     # Looped schedules take whole rounds over the ranks.

@@ -149,6 +149,7 @@ class Timeline:
 
 
 @lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def kept_by_ranks(schedule: str, *, ranks: int, stages_per_rank: int, micro_batches: int) -> list[int]:
     """What :meth:`Timeline.kept` says of each rank. It depends on the order of a rank's actions alone.
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_stage import ScheduledStage, StageHooks
 from tensorshard.plan.schedules import check_schedule, find_schedule
+from tensorshard.torch_private.pipelining import without_messages
 
 # By torch's names. All other entries of its lists send or reduce tensors.
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -200,7 +201,8 @@ def actions(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int) 
         )
         for index in schedule.stages_of(0, ranks, stages_per_rank)
     ]  # fmt: skip
-    made = build(name, stages, micro_batches, loss=lambda output, target: output)
+    with without_messages():
+        made = build(name, stages, micro_batches, loss=lambda output, target: output)
     return [[action for entry in made.pipeline_order[rank] for action in _actions(entry)] for rank in range(ranks)]
 
 

@@ -91,41 +91,7 @@ class Predictions:
         trace, key, split, parts = self._nearest(plan)
         split *= plan.pp
         zero, shard = int(plan.zero), plan.shard_size
-        copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
-        base = self.traces[BASE]
-        width = 4 if plan.precision == "fp32" else 6
-        kept_here, kept_traced = self._kept_of_experts(plan.ep), self._kept_of_experts(key.ep)
-        of_one = self._kept_of_experts(plan.ep, 2)  # of the largest parameter
         gathered = self._gathered(plan) if zero == 3 and shard > 1 else 0.0
-
-        def states(largest: float) -> tuple[float, float, float]:
-            """Bytes of parameters, gradients and optimizer states with equal stages, or of the `largest` part of all
-            elements, which is in one of the stages. What is `gathered` counts apart."""
-
-            def held_of(traced: int, in_base: float, level: int) -> float:
-                """Bytes of values that are sharded at ZeRO `level` and above."""
-                if zero >= level:  # experts are sharded over fewer ranks, which have fewer of them
-                    return max(traced / kept_traced / split, in_base * largest) / shard
-                return max(traced / kept_traced * kept_here / split, in_base * largest * of_one)
-
-            of_parameters = trace.parameters, base.gradients / 4 * width
-            unsharded, in_parts = held_of(*of_parameters, level=4), held_of(*of_parameters, level=min(zero, 1))
-            parameters = unsharded
-            if zero == 3:
-                # Frozen 16-bit weights stay as they are; the trace is of ZeRO 0, which computes with them in fp32.
-                narrow = self.facts.narrow if self.facts is not None and plan.precision == "fp32" else 0
-                parameters = in_parts - narrow / split / shard
-            elif zero and plan.precision != "fp32":
-                parameters = unsharded * copies + in_parts * (1 - copies)
-            gradients = held_of(trace.gradients, base.gradients, level=2)
-            if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
-                gradients /= 2  # those of a single micro-batch are reduced as they come
-            optimizer = held_of(trace.optimizer, base.optimizer, level=1)
-            if plan.offloaded is not None:
-                gradients, optimizer = 0.0, 0.0
-                if not self.problem.on_cpus:  # master weights are in the host's memory
-                    parameters = 0.0 if zero == 3 and shard > 1 else unsharded * copies
-            return parameters, gradients, optimizer
 
         def together(parameters: float, gradients: float, optimizer: float, activations: float) -> float:
             # Gradients of gathered parameters are of their size, too.
@@ -136,14 +102,14 @@ class Predictions:
         of_ranks = 0.0
         if plan.pp > 1:
             kept = _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, plan.micro_batches / plan.pp)
-            even = states(largest=0.0)
+            even = self._states(plan, trace, key, split, largest=0.0)
             received = self._output_bytes(plan) * candidate.micro_batch if plan.sequence_parallel else 0.0
             for rank, (of_states, of_activations) in enumerate(self._shares_of_ranks(plan)):
                 part = _at(kept, rank / plan.pp) * plan.pp
                 # Whole sequences go from stage to stage, and are kept beside the parts that layers work on.
                 later = plan.stages_per_rank - (rank == 0)  # stages that receive something
                 held = part * (activations * of_activations + received * later)
-                parameters, gradients, optimizer = (part * of_states for part in even)
+                parameters, gradients, optimizer = (nbytes * of_states for nbytes in even)
                 of_ranks = max(of_ranks, _OF_CUT * together(parameters, gradients, optimizer, held))
             activations *= self._least_share(plan) * plan.pp * max(kept)
         if plan.pp == 1 and key == trace_key(plan):
@@ -151,11 +117,52 @@ class Predictions:
             # at most in proportion.
             working = _NEEDED * trace.working * min(1.0, candidate.micro_batch / trace.samples)
             activations = max(activations, working)
-        total = max(of_ranks, together(*states(self._largest(plan)), activations))
+        total = max(of_ranks, together(*self._states(plan, trace, key, split, self._largest(plan)), activations))
         if self.problem.on_cpus:
             return resident(int(total)) + self.problem.hardware.context_under(plan)
         segments = -(-int(total) // SMALL_SEGMENT)  # an allocator reserves whole segments
         return max(1, segments) * SMALL_SEGMENT + self.problem.hardware.context_under(plan)
+
+    def _states(
+        self, plan: Plan, trace: Trace, key: TraceKey, split: int, largest: float
+    ) -> tuple[float, float, float]:
+        """Bytes of parameters, gradients and optimizer states with equal stages, or of the largest parameter, which is
+        in one of them. What ZeRO 3 gathers counts apart.
+
+        Args:
+            trace, key: the nearest trace. split: over how many ranks its work is divided, those of pp included.
+            largest: the part of all trained elements that a rank with the largest parameter has of it.
+        """
+        zero, shard, base = int(plan.zero), plan.shard_size, self.traces[BASE]
+        copies = 1.0 if plan.precision == "fp32" else 1 / 3  # of 6 bytes, 2 are the copy for computing
+        width = 4 if plan.precision == "fp32" else 6
+        kept_here, kept_traced = self._kept_of_experts(plan.ep), self._kept_of_experts(key.ep)
+        of_one = self._kept_of_experts(plan.ep, 2)  # of the largest parameter
+
+        def held_of(traced: int, in_base: float, level: int) -> float:
+            """Bytes of values that are sharded at ZeRO `level` and above."""
+            if zero >= level:  # experts are sharded over fewer ranks, which have fewer of them
+                return max(traced / kept_traced / split, in_base * largest) / shard
+            return max(traced / kept_traced * kept_here / split, in_base * largest * of_one)
+
+        of_parameters = trace.parameters, base.gradients / 4 * width
+        unsharded, in_parts = held_of(*of_parameters, level=4), held_of(*of_parameters, level=min(zero, 1))
+        parameters = unsharded
+        if zero == 3:
+            # Frozen 16-bit weights stay as they are; the trace is of ZeRO 0, which computes with them in fp32.
+            narrow = self.facts.narrow if self.facts is not None and plan.precision == "fp32" else 0
+            parameters = in_parts - narrow / split / shard
+        elif zero and plan.precision != "fp32":
+            parameters = unsharded * copies + in_parts * (1 - copies)
+        gradients = held_of(trace.gradients, base.gradients, level=2)
+        if zero == 1 and plan.micro_batches == 1 and plan.precision != "fp32":
+            gradients /= 2  # those of a single micro-batch are reduced as they come
+        optimizer = held_of(trace.optimizer, base.optimizer, level=1)
+        if plan.offloaded is not None:
+            gradients, optimizer = 0.0, 0.0
+            if not self.problem.on_cpus:  # master weights are in the host's memory
+                parameters = 0.0 if zero == 3 and shard > 1 else unsharded * copies
+        return parameters, gradients, optimizer
 
     def _least_share(self, plan: Plan) -> float:
         """The activations of the rank that keeps the most, as a part of those with equal stages; at least."""
