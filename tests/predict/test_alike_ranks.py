@@ -9,7 +9,7 @@ import tensorshard as ts
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize.part import Decisions
 
-MODEL = partial(GPT, vocab_size=512, context_length=32, num_layers=24, num_heads=2, width=16)
+MODEL = partial(GPT, vocab_size=512, context_length=32, num_layers=36, num_heads=2, width=16)
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 
 

@@ -67,7 +67,7 @@ class Predictions:
     traces: Mapping[TraceKey, Trace]
     facts: ModelFacts | None
     _recomputation: dict[tuple[int, int, bool], float] = field(default_factory=dict)
-    _shares: dict[tuple[int, int, str], list[tuple[float, float]]] = field(default_factory=dict)
+    _shares: dict[tuple[int, int, str], list[tuple[float, float, float]]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Prediction:
         """The prediction for a plan."""
@@ -104,7 +104,7 @@ class Predictions:
             kept = _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, plan.micro_batches / plan.pp)
             even = self._states(plan, trace, key, split, largest=0.0)
             received = self._output_bytes(plan) * candidate.micro_batch if plan.sequence_parallel else 0.0
-            for rank, (of_states, of_activations) in enumerate(self._shares_of_ranks(plan)):
+            for rank, (of_states, of_activations, _) in enumerate(self._shares_of_ranks(plan)):
                 part = _at(kept, rank / plan.pp) * plan.pp
                 # Whole sequences go from stage to stage, and are kept beside the parts that layers work on.
                 later = plan.stages_per_rank - (rank == 0)  # stages that receive something
@@ -177,9 +177,9 @@ class Predictions:
         nbytes = self.facts.block_outputs / self.facts.blocks / self.facts.samples / plan.cp
         return nbytes if plan.precision == "fp32" else nbytes / 2
 
-    def _shares_of_ranks(self, plan: Plan) -> Sequence[tuple[float, float]]:
-        """How many times what a rank has with equal stages each has, of parameters and of what is kept for backward;
-        nothing if no run is known by which a pipeline was cut."""
+    def _shares_of_ranks(self, plan: Plan) -> Sequence[tuple[float, float, float]]:
+        """How many times what a rank has with equal stages each has: of parameters, of what is kept for backward, and
+        of work. Nothing if no run is known by which a pipeline was cut."""
         graph = next((traced.graph for traced in (self.problem.shared.traced or {}).values()), None)
         if graph is None:
             return ()
@@ -240,6 +240,7 @@ class Predictions:
             schedule = (plan.pp_schedule, plan.stages_per_rank, plan.pp, count)
             share = round(50 * forward / per_batch) / 50
             bubble = work * _bubble(*schedule, share, may_split_backward(plan))
+            work *= max(1.0, *(_OF_CUT * of_work for *_, of_work in self._shares_of_ranks(plan)), 1.0)
         passes = self._passes_over_gradients(plan) / plan.pp
         along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp, passes)
         updated = 1.0 if plan.zero else self._kept_of_experts(plan.ep)
@@ -424,17 +425,18 @@ def _at(kept: Sequence[float], place: float) -> float:
     return first + (second - first) * further
 
 
-def _shares_of_ranks(graph: CallGraph, plan: Plan) -> list[tuple[float, float]]:
+def _shares_of_ranks(graph: CallGraph, plan: Plan) -> list[tuple[float, float, float]]:
     """What :meth:`Predictions._shares_of_ranks` says, by the cut of the calls of `graph`; nothing if it has none."""
     try:
         cut = cut_model(graph, plan.pp * plan.stages_per_rank, split=plan.pp_split)
     except ValueError:
         return []
-    parameters, kept = [0.0] * plan.pp, [0.0] * plan.pp
+    parameters, kept, work = [0.0] * plan.pp, [0.0] * plan.pp, [0.0] * plan.pp
     for stage, (start, stop) in enumerate(cut.spans):
         rank = find_schedule(plan.pp_schedule).rank_of(stage, plan.pp)
         parameters[rank] += graph.parameter_bytes(start, stop)
         kept[rank] += sum(call.saved_bytes for call in graph.calls[start:stop])
+        work[rank] += sum(call.flops for call in graph.calls[start:stop])
     of_all = sum(graph.bytes_of.values()), sum(kept)
     return [
         (p * plan.pp / (of_all[0] or 1), k * plan.pp / (of_all[1] or 1)) for p, k in zip(parameters, kept, strict=True)
