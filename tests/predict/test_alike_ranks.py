@@ -19,7 +19,6 @@ ADAMW = partial(torch.optim.AdamW, lr=0.1)
     [
         {"recompute": "full"},
         {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2},
-        {"pp_schedule": "zbv", "pp_stages_per_rank": 2},
         {"tp": 2, "zero": 1},
     ],
     ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()),

@@ -317,7 +317,10 @@ def estimate(
     is_split = (resolved.tp == 1 or decisions.table is not None) and resolved.ep in (1, *decisions.experts)
     alone = 0 if is_built and is_split else 1
     run = None
-    if stop_above is not None and resolved.pp >= _MANY and decisions.traced is not None:
+    whole_backward = not find_schedule(
+        resolved.pp_schedule
+    ).splits_backward  # else what ranks hold differs in more ways
+    if stop_above is not None and resolved.pp >= _MANY and decisions.traced is not None and whole_backward:
         run = key_of_run(resolved, 0, sample_inputs)
         alone = alone if run in decisions.traced else 1  # the first rank runs the model, from which it is cut
 

@@ -1,7 +1,7 @@
 """Predicts a plan before its estimate: a lower bound of its memory, which prunes, and seconds, which order estimates.
 
-Both are arithmetic on traces of one data rank. The bound leaves out padding and buffers, and knows uneven stages once a
-pipeline was estimated. Seconds take stages to be equal, and send the weights of a block in one message.
+Both are arithmetic on traces of one data rank, and know uneven stages once a pipeline was estimated. The bound leaves
+out padding and buffers. Seconds send the weights of a block in one message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -240,7 +240,7 @@ class Predictions:
             schedule = (plan.pp_schedule, plan.stages_per_rank, plan.pp, count)
             share = round(50 * forward / per_batch) / 50
             bubble = work * _bubble(*schedule, share, may_split_backward(plan))
-            work *= max(1.0, *(_OF_CUT * of_work for *_, of_work in self._shares_of_ranks(plan)), 1.0)
+            work *= max([1.0, *(_OF_CUT * of_work for *_, of_work in self._shares_of_ranks(plan))])
         passes = self._passes_over_gradients(plan) / plan.pp
         along_dp = self._along_dp(plan, forward / plan.pp, backward / plan.pp, passes)
         updated = 1.0 if plan.zero else self._kept_of_experts(plan.ep)
@@ -437,7 +437,6 @@ def _shares_of_ranks(graph: CallGraph, plan: Plan) -> list[tuple[float, float, f
         parameters[rank] += graph.parameter_bytes(start, stop)
         kept[rank] += sum(call.saved_bytes for call in graph.calls[start:stop])
         work[rank] += sum(call.flops for call in graph.calls[start:stop])
-    of_all = sum(graph.bytes_of.values()), sum(kept)
-    return [
-        (p * plan.pp / (of_all[0] or 1), k * plan.pp / (of_all[1] or 1)) for p, k in zip(parameters, kept, strict=True)
-    ]
+    totals = sum(graph.bytes_of.values()), sum(kept), sum(work)
+    each = [total / plan.pp or 1.0 for total in totals]  # with equal stages
+    return [(p / each[0], k / each[1], w / each[2]) for p, k, w in zip(parameters, kept, work, strict=True)]
