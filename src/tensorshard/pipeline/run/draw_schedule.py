@@ -148,7 +148,6 @@ class Timeline:
         return ", ".join(f"{kind}: {_WORDS[kind]}" for kind in self._kinds()) + ", .: waiting" + letters
 
 
-@lru_cache(maxsize=256)
 @lru_cache(maxsize=1024)
 def kept_by_ranks(schedule: str, *, ranks: int, stages_per_rank: int, micro_batches: int) -> list[int]:
     """What :meth:`Timeline.kept` says of each rank. It depends on the order of a rank's actions alone.
