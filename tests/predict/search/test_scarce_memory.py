@@ -86,7 +86,7 @@ def test_frozen_weights_count_in_their_own_type(precision):
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("gpipe", 1)])
 def test_the_part_of_activations_that_a_rank_keeps(schedule, stages):
-    for ranks, micro_batches in ((2, 4), (4, 4), (16, 32)):
+    for ranks, micro_batches in ((2, 4), (4, 4), (16, 32), (4, 6), (16, 24)):
         played = timeline(schedule, ranks=ranks, stages_per_rank=stages, micro_batches=micro_batches)
         most = max(played.kept(rank) for rank in range(ranks)) / (ranks * stages)
         kept = max(_kept(schedule, stages, ranks, micro_batches / ranks))

@@ -414,7 +414,9 @@ def _kept(schedule: str, stages: int, ranks: int, times: float) -> tuple[float, 
     if times < 1:  # as no schedule allows but gpipe, which keeps them all
         return (times,) * min(ranks, _FEW)
     few = min(ranks, _FEW)
-    by_rank = kept_by_ranks(schedule, ranks=few, stages_per_rank=stages, micro_batches=few * min(4, int(times)))
+    # With several stages a rank, schedules take micro-batches in rounds: longer ones where ranks do not divide them.
+    rounds, of_round = min(4, int(times)), int(few * times / int(times))
+    by_rank = kept_by_ranks(schedule, ranks=few, stages_per_rank=stages, micro_batches=rounds * of_round)
     return tuple(most / (few * stages) for most in by_rank)
 
 
