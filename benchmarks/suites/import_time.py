@@ -27,8 +27,7 @@ _TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter(
 
 
 def import_seconds(statement: str, bytecode: str) -> float:
-    """
-    How long `statement` takes in a fresh interpreter, whose own start is not counted.
+    """How long `statement` takes in a fresh interpreter, whose own start is not counted.
 
     Bytecode is kept in the folder `bytecode`. An installed package has its own: pip writes it, whatever
     PYTHONDONTWRITEBYTECODE says to a checkout.

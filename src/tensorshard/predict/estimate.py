@@ -225,7 +225,7 @@ def estimate(
         decisions: those of an earlier estimate of this model, to save time. Those of this one are added to them.
         stop_above: bytes of a device. The estimate ends at the first rank that takes more, and is not complete then.
             The ranks of a pipeline that are likely to take the most are run first. Of many ranks with stages that are
-            built alike, the one that keeps the most micro-batches is run, and stands for the others. None to run all.
+            built the same, the one that keeps the most micro-batches is run and stands for the rest. None to run all.
 
     Raises:
         ValueError: the plan does not suit the model or the number of ranks; or the hardware is unknown (the error
@@ -317,18 +317,16 @@ def estimate(
     is_split = (resolved.tp == 1 or decisions.table is not None) and resolved.ep in (1, *decisions.experts)
     alone = 0 if is_built and is_split else 1
     run = None
-    whole_backward = not find_schedule(
-        resolved.pp_schedule
-    ).splits_backward  # else what ranks hold differs in more ways
-    if stop_above is not None and resolved.pp >= _MANY and decisions.traced is not None and whole_backward:
+    traced = {} if decisions.traced is None else decisions.traced
+    splits_backward = find_schedule(resolved.pp_schedule).splits_backward  # then what ranks hold differs in more ways
+    if stop_above is not None and resolved.pp >= _MANY and decisions.traced is not None and not splits_backward:
         run = key_of_run(resolved, 0, sample_inputs)
-        alone = alone if run in decisions.traced else 1  # the first rank runs the model, from which it is cut
+        alone = alone if run in traced else 1  # the first rank runs the model, from which it is cut
 
-    def alike() -> list[int]:
-        traced = None if run is None or decisions.traced is None else decisions.traced.get(run)
-        return list(range(resolved.pp)) if traced is None else _alike(traced.graph, tried)
+    def representatives() -> list[int]:
+        return _representatives(traced[run].graph, tried) if run in traced else list(range(resolved.pp))
 
-    ranks = _run_ranks(estimated, order, alone, alike, stop_above)
+    ranks = _run_ranks(estimated, order, alone, representatives, stop_above)
     ranks = [replace(one, rank=first_ranks[one.stage]) for one in ranks]
     complete = len(ranks) == len(first_ranks)
     return Estimate(resolved, world_size, ranks, profile, size * resolved.dp_size, complete)
@@ -338,14 +336,14 @@ def _run_ranks(
     estimated: Callable[[int], RankEstimate],
     order: list[int],
     alone: int,
-    alike: Callable[[], list[int]],
+    representatives: Callable[[], list[int]],
     stop_above: int | None,
 ) -> list[RankEstimate]:
     """The estimates of a pipeline's ranks, by their places.
 
     Args:
         order: in which they are run. alone: how many are run before all others.
-        alike: for each the one that stands for it, once two are run.
+        representatives: called once two are run: for each rank the one that stands for it.
         stop_above: as for :func:`estimate`.
     """
     stands_for: list[int] = []
@@ -357,7 +355,7 @@ def _run_ranks(
             return
         # The two ends take the most memory. If one takes too much, the others need not be run.
         yield order[alone : alone + 2]
-        stands_for.extend(alike())
+        stands_for.extend(representatives())
         yield [stage for stage in order[alone + 2 :] if stands_for[stage] == stage]
 
     ranks: dict[int, RankEstimate] = {}
@@ -366,16 +364,14 @@ def _run_ranks(
         if stop_above is not None and rank.peak_device > stop_above:
             break
     else:
-        ranks |= {
-            stage: replace(ranks[like], stage=stage) for stage, like in enumerate(stands_for) if stage not in ranks
-        }
+        ranks |= {stage: replace(ranks[run], stage=stage) for stage, run in enumerate(stands_for) if stage not in ranks}
     return [ranks[stage] for stage in sorted(ranks)]
 
 
 _MANY = 16  # ranks of a pipeline; of so many not all are run in a search
 
 
-def _alike(graph: CallGraph, plan: Plan) -> list[int]:
+def _representatives(graph: CallGraph, plan: Plan) -> list[int]:
     """For each pipeline rank, the one whose stages do as much in the same calls and that keeps the most micro-batches.
 
     The two ends stand for themselves alone.
@@ -390,13 +386,12 @@ def _alike(graph: CallGraph, plan: Plan) -> list[int]:
         shared = sorted(cut.shared.keys() & cut.parameters(stage))
         crossing = cut.received_specs(stage), cut.sent_specs(stage)
         does[schedule.rank_of(stage, plan.pp)].append((one_by_one, sizes, shared, crossing))
-    ends = 0, plan.pp - 1
-    like = list(range(plan.pp))
-    for rank in like.copy():
-        equal = [other for other in range(plan.pp) if other not in ends and does[other] == does[rank]]
-        if rank not in ends:
-            like[rank] = max(equal, key=lambda other: (kept[other], -other))
-    return like
+    between = range(1, plan.pp - 1)
+
+    def representative(rank: int) -> int:
+        return max((other for other in between if does[other] == does[rank]), key=lambda other: (kept[other], -other))
+
+    return [0, *map(representative, between), plan.pp - 1]
 
 
 def _kept_by_ranks(plan: Plan) -> list[int]:

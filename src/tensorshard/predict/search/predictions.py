@@ -127,7 +127,7 @@ class Predictions:
         self, plan: Plan, trace: Trace, key: TraceKey, split: int, largest: float
     ) -> tuple[float, float, float]:
         """Bytes of parameters, gradients and optimizer states with equal stages, or of the largest parameter, which is
-        in one of them. What ZeRO 3 gathers counts apart.
+        in one of them. What ZeRO 3 gathers is not included.
 
         Args:
             trace, key: the nearest trace. split: over how many ranks its work is divided, those of pp included.

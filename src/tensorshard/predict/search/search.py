@@ -39,7 +39,7 @@ MOST_ESTIMATES = 48
 # rank yet; of one whose were; and of an extrapolation. A plan is looked at, too, if it may be faster than the best so.
 _DOUBT_BEFORE = 0.15
 _DOUBT = 0.05
-_DOUBT_OF_PIPELINES = 0.03  # their stages are predicted to be equal, which is rather too low
+_DOUBT_OF_PIPELINES = 0.03  # their bubble is predicted for equal stages, which is rather too low
 _DOUBT_OF_LINE = 0.005
 _LEAST_DOUBT_OF_LINE = 0.0005  # of extrapolations, where this search's errors were close to each other
 _LEAST_FLOOR = 0.99  # whether logits are computed in tiles may differ, and this much of a step with it
@@ -361,8 +361,8 @@ class Search:
     def _correct(self, among: Iterable[CandidateState]) -> None:
         """Corrects predictions by the least error of plans with the same stages, and raises them to the floors.
 
-        Of a pipeline, whose stages are predicted to be equal, predictions are too low. They are raised by half as much
-        as all that were estimated, since others may be nearer.
+        Of a pipeline, whose bubble is predicted for equal stages, predictions are too low. They are raised by half as
+        much as all that were estimated, since others may be nearer.
         """
         for one in among:
             ratio = min(self._ratios.get(None if one.extrapolated else _stages(one.plan), [1.0]))

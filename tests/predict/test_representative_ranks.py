@@ -1,4 +1,4 @@
-"""A search runs a few of a long pipeline's ranks, which stand for those that are built alike."""
+"""A search runs a few of a long pipeline's ranks, which stand for those that are built the same."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.1)
     ],
     ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()),
 )
-def test_ranks_that_are_built_alike_stand_for_each_other(fields):
+def test_ranks_that_are_built_the_same_stand_for_each_other(fields):
     plan = ts.Plan(pp=16, micro_batches=32, **fields).resolve(32)
     tokens = torch.zeros(32, 32, dtype=torch.long)
     asked = {
