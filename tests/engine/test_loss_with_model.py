@@ -241,8 +241,6 @@ def alone(ranks):
 SENTENCES = {
     ("gradient_penalty", "cp"): "context parallelism has no second derivatives",
     ("laplacian", "cp"): "context parallelism has no second derivatives",
-    ("forces", "tp-zero3"): "split over",
-    ("regularized", "tp-zero3"): "split over",
 }
 CELLS = [(loss, plan) for loss in LOSSES for plan in PLANS]
 FAST = {("preference", "zero1"), ("gradient_penalty", "zero3"), ("regularized", "tp"), ("forces", "zero0-micro2")}
