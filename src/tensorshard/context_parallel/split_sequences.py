@@ -21,7 +21,14 @@ from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 from tensorshard.model.batches import call_arguments
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_root
 from tensorshard.model.tensors import TensorSpec
-from tensorshard.model.whole_sequences import Crossing, PositionOrder, WholeSequences, first_sequence, sequence_dim
+from tensorshard.model.whole_sequences import (
+    Crossing,
+    Output,
+    PositionOrder,
+    WholeSequences,
+    first_sequence,
+    sequence_dim,
+)
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Batches of which each rank is given its own positions alone: samples are cut before they are put together.
@@ -269,7 +276,7 @@ class _CrossingParts(Crossing):
         self._group = group
         self._layouts = {layout.length: layout for layout in layouts}
 
-    def spec(self, spec: TensorSpec) -> TensorSpec:
+    def spec(self, spec: TensorSpec, output: Output) -> TensorSpec:
         where = self._where(spec.shape)
         if where is None:
             return spec
@@ -278,11 +285,11 @@ class _CrossingParts(Crossing):
         stride = torch.empty(shape, device="meta").stride()
         return replace(spec, shape=tuple(shape), stride=tuple(stride))
 
-    def part(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    def part(self, tensor: torch.Tensor, spec: TensorSpec, output: Output) -> torch.Tensor:
         where = self._where(spec.shape)
         return gathered(tensor, "stage") if where is None else part_of(tensor, *where, "stage", self._group)
 
-    def joined(self, part: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    def joined(self, part: torch.Tensor, spec: TensorSpec, output: Output) -> torch.Tensor:
         where = self._where(spec.shape)
         return part if where is None else SequenceTensor(part, *where, self._group)
 

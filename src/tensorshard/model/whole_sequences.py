@@ -16,18 +16,29 @@ from tensorshard.torch_private.pytree import tree_leaves
 logger = logging.getLogger("tensorshard")
 
 
-class Crossing:
-    """What a rank hands to the next stage of a pipeline, where sequences are whole: all of each tensor."""
+Output = tuple[str, int]
+"""A module of a model, and the index of a tensor among those that it returns."""
 
-    def spec(self, spec: TensorSpec) -> TensorSpec:
-        """Of what is sent for a tensor of the model that has this `spec`."""
+
+class Crossing:
+    """What a rank hands to the next stage of a pipeline, where sequences are whole: all of each tensor.
+
+    The methods are given the `spec` that a tensor of the model has on one device, and the `output` that it is.
+    """
+
+    def spec(self, spec: TensorSpec, output: Output) -> TensorSpec:
+        """Of what is sent for a tensor."""
         return spec
 
-    def part(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    def held(self, spec: TensorSpec, output: Output) -> TensorSpec:
+        """Of a tensor as the model's code has it on a rank."""
+        return spec
+
+    def part(self, tensor: torch.Tensor, spec: TensorSpec, output: Output) -> torch.Tensor:
         """What is sent for `tensor`."""
         return tensor
 
-    def joined(self, part: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    def joined(self, part: torch.Tensor, spec: TensorSpec, output: Output) -> torch.Tensor:
         """The model's tensor of which this rank was sent `part`."""
         return part
 
@@ -89,7 +100,7 @@ class PositionOrder:
 
 
 class WholeSequences:
-    """How sequences are split over the ranks of context parallelism; this one is for none, and does nothing.
+    """How sequences are split over ranks between the modules of a model; this one is for none, and does nothing.
 
     Attributes:
         are_split: whether ranks have parts of sequences.

@@ -1,8 +1,10 @@
 """Tensor parallelism of a model or of a pipeline's stage: the table is chosen, and applied."""
 
 import gc
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Set
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -125,21 +127,43 @@ def split_tensors(part: Part, table: VerifiedTable, context: PassContext) -> Ten
         elsewhere=part.elsewhere,
     )
     styles = {name: style for name, style in table.plan.resolve(part.full_model).items() if name not in part.elsewhere}
-    sequence = _sequence_splits(part, table.sequence)
+    in_shards = _sent_in_shards(part, table.sequence) if context.mesh.degrees["cp"] == 1 else set()
+    sequence = _sequence_splits(part, table.sequence, in_shards)
     # If the model was examined as one unit, but only some blocks inside get parts of a sequence, these blocks draw
     # random numbers separately.
     units = find_units(part.full_model)
     drawing = units if "" not in units or "" in table.sequence else table.sequence or [""]
     random = [name for name in drawing if name not in part.elsewhere | table.not_random]
     split_randomness(part.module, random, styles, sequence, group)
-    apply_sequence_parallel(
-        part.module, sequence, group, shared_inputs=shared_inputs, whole_units=not units_gathered_separately
+    part.sequences = apply_sequence_parallel(
+        part.module,
+        sequence,
+        group,
+        shared_inputs=shared_inputs,
+        whole_units=not units_gathered_separately,
+        between={name: table.sequence[name] for name in in_shards},
     )
     return TensorSplit(layouts, group, table, outputs)
 
 
-def _sequence_splits(part: Part, sequence: Mapping[str, SequenceSplit]) -> dict[str, SequenceSplit]:
+def _sent_in_shards(part: Part, sequence: Mapping[str, SequenceSplit]) -> set[str]:
+    """Blocks whose outputs cross a cut of the model as shards of a sequence: the next call is of a block that computes
+    on them. All stages find the same ones."""
+    once = {name for name, times in Counter(part.calls).items() if times == 1 and name in sequence}
+    return {
+        name
+        for name, following in pairwise(part.calls)
+        if name in once and following in once and not (sequence[name].gathers or sequence[following].scatters)
+    }
+
+
+def _sequence_splits(
+    part: Part, sequence: Mapping[str, SequenceSplit], in_shards: Set[str]
+) -> dict[str, SequenceSplit]:
     """How the part's blocks compute on parts of a sequence. Sequences that cross a cut are full.
+
+    Args:
+        in_shards: blocks whose outputs cross a cut as shards instead.
 
     Raises:
         ValueError: a pipeline cuts what computes on parts of a sequence as one.
@@ -168,10 +192,15 @@ def _sequence_splits(part: Part, sequence: Mapping[str, SequenceSplit]) -> dict[
     splits = {}
     for run in runs:
         mine = [name for name in run if name not in part.elsewhere]
+        if not mine:
+            continue
+        earlier = run[: run.index(mine[0])]
+        cuts_first = sequence[mine[0]].scatters or not earlier or earlier[-1] not in in_shards
         for name in mine:
             split = sequence[name]
             splits[name] = split.linked(
-                scatters=split.scatters or name == mine[0], gathers=split.gathers or name == mine[-1]
+                scatters=cuts_first if name == mine[0] else split.scatters,
+                gathers=split.gathers or (name == mine[-1] and name not in in_shards),
             )
     return splits
 

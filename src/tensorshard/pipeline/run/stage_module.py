@@ -128,27 +128,32 @@ class StageModule:
         self.is_stale = False
         self._cuts.expect_gradients()
 
-    def received(self, inputs: Any) -> tuple[TensorSpec, ...]:
-        """What the stage receives for the `inputs` of a micro-batch, in order."""
-        return tuple(map(self.sequences.crossing(inputs).spec, self.cut_for(inputs).received_specs(self.index)))
+    def crossing_specs(self, inputs: Any, cut: Cut) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        """What the stage receives, and what it sends on, for the `inputs` of a micro-batch, in order.
 
-    def sent(self, inputs: Any) -> tuple[TensorSpec, ...]:
-        """What the stage sends on for the `inputs` of a micro-batch, in order."""
-        return tuple(map(self.sequences.crossing(inputs).spec, self.cut_for(inputs).sent_specs(self.index)))
+        Args:
+            cut: what :meth:`cut_for` says of the inputs.
+        """
+        crossing, graph = self.sequences.crossing(inputs), cut.graph
+        received, sent = (
+            tuple(crossing.spec(graph.sent_spec(leaf), graph.output_of(leaf)) for leaf in leaves)
+            for leaves in (cut.received(self.index), cut.sent(self.index))
+        )
+        return received, sent
 
     def __call__(self, inputs: Any, received: Sequence[torch.Tensor] = (), cut: Cut | None = None) -> Any:
         """Computes the stage's part of a micro-batch.
 
         Args:
             inputs: the model's own, as for ``Engine.step``, on the stage's device.
-            received: the tensors that :meth:`received` describes: leaves, which require gradients if it says so.
+            received: the tensors that :meth:`crossing_specs` describes: leaves, which require gradients if it says so.
             cut: what :meth:`cut_for` says of the inputs; None to ask it.
 
         Returns:
-            The tensors that :meth:`sent` describes; on the last stage the model's output.
+            The tensors to send on that :meth:`crossing_specs` describes; on the last stage the model's output.
 
         Raises:
-            ValueError: `received` does not have the shapes and types of :meth:`received`.
+            ValueError: `received` does not have the shapes and types of :meth:`crossing_specs`.
             RuntimeError: the model called other units than expected, or a unit returned another shape.
         """
         cut = self.cut_for(inputs) if cut is None else cut
@@ -353,14 +358,18 @@ class StageRun:
         if len(received) != len(expected):
             raise ValueError(f"stage {stage} received {len(received)} tensors; it needs {len(expected)}")
         for leaf, tensor in zip(expected, received, strict=True):
-            if not crossing.spec(graph.spec(leaf)).fits(tensor):
+            if not crossing.spec(graph.spec(leaf), graph.output_of(leaf)).fits(tensor):
                 raise ValueError(
                     f"stage {stage} received {tensor.dtype} {list(tensor.shape)} for the output of "
                     f"{graph.calls[leaf[0]].unit!r}, which should be {graph.spec(leaf)}"
                 )
         self._sends: tuple[Leaf, ...] = () if self._last else graph.crossing(self._stop)
         self._values: dict[Leaf, torch.Tensor] = {
-            leaf: crossing.joined(DetachedAlias.apply(tensor) if tensor.requires_grad else tensor, graph.spec(leaf))
+            leaf: crossing.joined(
+                DetachedAlias.apply(tensor) if tensor.requires_grad else tensor,
+                graph.spec(leaf),
+                graph.output_of(leaf),
+            )
             for leaf, tensor in zip(expected, received, strict=True)
         }
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
@@ -401,7 +410,8 @@ class StageRun:
             return
         tensors = take_apart(output)[0]
         for leaf in wanted:
-            spec, unit = self._graph.spec(leaf), self._graph.calls[call].unit
+            unit = self._graph.calls[call].unit
+            spec = self._crossing.held(self._graph.spec(leaf), (unit, leaf[1]))
             if leaf[1] >= len(tensors) or not spec.fits(tensors[leaf[1]]):
                 got = [str(TensorSpec.of(tensor)) for tensor in tensors]
                 raise RuntimeError(
@@ -439,7 +449,7 @@ class StageRun:
         return tuple(self._sent(leaf) for leaf in self._sends)
 
     def _sent(self, leaf: Leaf) -> torch.Tensor:
-        tensor = self._crossing.part(self._values[leaf], self._graph.spec(leaf))
+        tensor = self._crossing.part(self._values[leaf], self._graph.spec(leaf), self._graph.output_of(leaf))
         return DetachedAlias.apply(tensor) if self._graph.sent_spec(leaf).requires_grad else tensor.detach()
 
     def check_ended(self) -> None:

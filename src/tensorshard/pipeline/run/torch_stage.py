@@ -148,9 +148,7 @@ class ScheduledStage(ScheduleStage):
             with self._context():
                 inputs = self._inputs[index]
                 cut = self.stage.cut_for(inputs)
-                spec = self.stage.sequences.crossing(inputs).spec
-                received, sent = cut.received_specs(self.stage.index), cut.sent_specs(self.stage.index)
-                self._batches[index] = _MicroBatch(cut, tuple(map(spec, received)), tuple(map(spec, sent)))
+                self._batches[index] = _MicroBatch(cut, *self.stage.crossing_specs(inputs, cut))
         return self._batches[index]
 
     # -- forward --

@@ -103,6 +103,10 @@ class CallGraph:
         """The spec of `leaf`."""
         return self.calls[leaf[0]].specs[leaf[1]]
 
+    def output_of(self, leaf: Leaf) -> tuple[str, int]:
+        """The unit that returns `leaf`, and its index among the tensors that the unit returns."""
+        return self.calls[leaf[0]].unit, leaf[1]
+
     def sent_spec(self, leaf: Leaf) -> TensorSpec:
         """The spec of a `leaf` that crosses a cut; without a gradient where none comes back for it."""
         spec = self.spec(leaf)

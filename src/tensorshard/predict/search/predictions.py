@@ -103,12 +103,8 @@ class Predictions:
         if plan.pp > 1:
             kept = _kept(plan.pp_schedule, plan.stages_per_rank, plan.pp, plan.micro_batches / plan.pp)
             even = self._states(plan, trace, key, split, largest=0.0)
-            received = self._output_bytes(plan) * candidate.micro_batch if plan.sequence_parallel else 0.0
             for rank, (of_states, of_activations, _) in enumerate(self._shares_of_ranks(plan)):
-                part = _at(kept, rank / plan.pp) * plan.pp
-                # Whole sequences go from stage to stage, and are kept beside the parts that layers work on.
-                later = plan.stages_per_rank - (rank == 0)  # stages that receive something
-                held = part * (activations * of_activations + received * later)
+                held = _at(kept, rank / plan.pp) * plan.pp * activations * of_activations
                 parameters, gradients, optimizer = (nbytes * of_states for nbytes in even)
                 of_ranks = max(of_ranks, _OF_CUT * together(parameters, gradients, optimizer, held))
             activations *= self._least_share(plan) * plan.pp * max(kept)
@@ -169,13 +165,6 @@ class Predictions:
         blocks = 0 if self.facts is None else len(self.facts.equal_blocks)
         stages = plan.pp * plan.stages_per_rank
         return max(_UNEVEN, _EVEN * (blocks // stages) * stages / blocks) if blocks else _UNEVEN
-
-    def _output_bytes(self, plan: Plan) -> float:
-        """Bytes of what a block returns for each sample, with whole sequences along tp."""
-        if self.facts is None or not self.facts.blocks:
-            return 0.0
-        nbytes = self.facts.block_outputs / self.facts.blocks / self.facts.samples / plan.cp
-        return nbytes if plan.precision == "fp32" else nbytes / 2
 
     def _shares_of_ranks(self, plan: Plan) -> Sequence[tuple[float, float, float]]:
         """How many times what a rank has with equal stages each has: of parameters, of what is kept for backward, and
@@ -307,7 +296,8 @@ class Predictions:
         if self.facts is None or not self.facts.blocks:
             return 0.0
         # A block has two pairs of split layers. The outputs of each pair are summed, and the gradients of its inputs.
-        nbytes = self._output_bytes(plan) * candidate.micro_batch
+        nbytes = self.facts.block_outputs / self.facts.blocks / self.facts.samples / plan.cp * candidate.micro_batch
+        nbytes *= 1.0 if plan.precision == "fp32" else 0.5
         per_sum = self._transfer(Transfer(FORWARD, "tp", "all_reduce", int(nbytes), plan.tp), plan)
         return per_sum * _SUMS * self.facts.blocks
 

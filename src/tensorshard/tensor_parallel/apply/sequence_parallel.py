@@ -6,7 +6,7 @@ divided by the number of ranks (Korthikanti et al., "Reducing Activation Recompu
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -35,7 +35,8 @@ from tensorshard.model.forwards import (
     roles_of,
     wrap_forward,
 )
-from tensorshard.model.tensors import map_tensors, tensor_leaves
+from tensorshard.model.tensors import TensorSpec, map_tensors, tensor_leaves
+from tensorshard.model.whole_sequences import Crossing, Output, WholeSequences
 from tensorshard.tensor_parallel.apply.attention import attention_forward
 from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_lengths
 from tensorshard.tensor_parallel.apply.split_layers import SharedColumns
@@ -83,7 +84,8 @@ def apply_sequence_parallel(
     *,
     shared_inputs: Iterable[Sequence[str]] = (),
     whole_units: bool = True,
-) -> None:
+    between: Mapping[str, SequenceSplit] | None = None,
+) -> WholeSequences:
     """Makes blocks of `model` compute on their shards of a sequence.
 
     Args:
@@ -92,6 +94,10 @@ def apply_sequence_parallel(
         shared_inputs: as for tensor parallelism: names of column layers that are called with the same tensor.
         whole_units: whether all parameters of a block are gathered when its forward begins. They are not if modules
             inside of it are gathered one by one (ZeRO 3 with units by name).
+        between: splits of the blocks whose outputs stay shards on their way to the next stage of a pipeline.
+
+    Returns:
+        How sequences go from stage to stage.
     """
     flows: dict[int, _Sequence] = {}
     for name, split in splits.items():
@@ -101,6 +107,11 @@ def apply_sequence_parallel(
             tuple(n.removeprefix(prefix) for n in names) for names in shared_inputs if names[0].startswith(prefix)
         ]
         _split_block(model.get_submodule(name), name, split, flow, shared, whole_units)
+    if not between:
+        return WholeSequences()
+    return _StageSequences(
+        {name: (split, flows.setdefault(split.dim, _Sequence(split.dim, group))) for name, split in between.items()}
+    )
 
 
 def _split_block(
@@ -341,6 +352,53 @@ def _replace_leaves(tree: Any, indices: tuple[int, ...], replacement: Callable[[
         return made[id(tensor)]
 
     return map_tensors(given, tree)
+
+
+# -- between the stages of a pipeline --
+
+
+class _StageSequences(WholeSequences):
+    """Each rank sends its shard of what blocks return to the rank at its place in the next stage.
+
+    Args:
+        blocks: how the blocks split what they return, and the sequence that they compute on.
+    """
+
+    def __init__(self, blocks: Mapping[str, tuple[SequenceSplit, _Sequence]]) -> None:
+        self._crossing = _CrossingShards(blocks)
+
+    def crossing(self, inputs: Any) -> Crossing:
+        return self._crossing
+
+
+class _CrossingShards(Crossing):
+    """What is handed to the next stage: shards of the outputs that blocks split, all of other tensors."""
+
+    def __init__(self, blocks: Mapping[str, tuple[SequenceSplit, _Sequence]]) -> None:
+        self._blocks = blocks
+
+    def spec(self, spec: TensorSpec, output: Output) -> TensorSpec:
+        sequence = self._sequence(output)
+        if sequence is None:
+            return spec
+        shape = list(spec.shape)
+        shape[sequence.dim] = shard_range(shape[sequence.dim], sequence.group.size(), sequence.group.rank())[1]
+        stride = torch.empty(shape, device="meta").stride()
+        return replace(spec, shape=tuple(shape), stride=tuple(stride))
+
+    def held(self, spec: TensorSpec, output: Output) -> TensorSpec:
+        return self.spec(spec, output)
+
+    def joined(self, part: torch.Tensor, spec: TensorSpec, output: Output) -> torch.Tensor:
+        sequence = self._sequence(output)
+        if sequence is not None:
+            sequence.length = spec.shape[sequence.dim]  # no block of this stage has seen the whole sequence
+        return part
+
+    def _sequence(self, output: Output) -> _Sequence | None:
+        unit, index = output
+        split, sequence = self._blocks.get(unit, (None, None))
+        return sequence if split is not None and index in split.outputs else None
 
 
 # -- parameters that see a shard of the sequence --
