@@ -149,10 +149,12 @@ def test_attention_with_dropout_is_computed_again(monkeypatch):
     monkeypatch.setattr(recompute, "COSTLY", recompute.COSTLY | {kernel})
     results = recompute.CachedResults()
     q = torch.ones(1000)
-    with recompute.CachesCostly(results):
+    comparison = Comparison("a block")
+    with recompute.CachesCostly(results, comparison):
         kept = kernel(q, 0.0)
         torch.manual_seed(0)
         first = kernel(q, 0.5), nn.functional.dropout(q, 0.5)
+        comparison(kept)  # what is saved after it
     with recompute.TakesCached(results):
         assert kernel(q, 0.0).data_ptr() == kept.data_ptr()
         torch.manual_seed(0)

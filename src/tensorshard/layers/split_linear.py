@@ -26,7 +26,8 @@ from tensorshard.comm.marks import ParallelMark, get_mark, set_mark
 from tensorshard.comm.primitives import Started
 from tensorshard.comm.sharding import normalize_dim, shard_range, shard_sizes, to_local
 from tensorshard.layers.arguments import as_rows, autocast, check_dim, full_size, parameter_group
-from tensorshard.torch_private.dispatch import has_dispatch_mode
+from tensorshard.model.kept_results import function_has_saved, kept_result
+from tensorshard.torch_private.tensors import reshaped_product
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,7 @@ class Replicated:
         return Started(None, lambda: tensor)
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; `tensor` is overwritten unless selective recomputation may have kept it."""
-        if has_dispatch_mode():
-            tensor = tensor.clone()
+        """The sum over the ranks; `tensor` is overwritten."""
         primitives.all_reduce(tensor, self.group)
         return tensor
 
@@ -331,9 +330,8 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     on a view that a custom function returns."""
     if bias is None or input.ndim < 3:
         return F.linear(input, weight, bias)
-    output = input.new_empty(*input.shape[:-1], weight.size(0))
-    torch.addmm(bias, as_rows(input), weight.t(), out=as_rows(output))
-    return output
+    product = torch.addmm(bias, as_rows(input), weight.t())
+    return reshaped_product(product, (*input.shape[:-1], weight.size(0)))
 
 
 def _sum_of_products(lefts: list[torch.Tensor | None], rights: list[torch.Tensor]) -> torch.Tensor | None:
@@ -359,7 +357,9 @@ def row_linear(
         [*, out_features], laid out as `sharding` says.
     """
     given, weight, bias = autocast(input, weight, bias)  # type: ignore[assignment]
-    return _RowLinear.apply(given, weight, bias, sharding)
+    output: torch.Tensor = _RowLinear.apply(given, weight, bias, sharding)
+    function_has_saved()
+    return output
 
 
 class _RowLinear(Function):
@@ -378,8 +378,12 @@ class _RowLinear(Function):
     ) -> torch.Tensor:
         ctx.sharding = sharding
         ctx.save_for_backward(input, weight)
-        output = sharding.reduce(F.linear(input, weight))
-        return output if bias is None else output.add_(bias)
+
+        def output() -> torch.Tensor:
+            total = sharding.reduce(F.linear(input, weight))
+            return total if bias is None else total.add_(bias)
+
+        return kept_result(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

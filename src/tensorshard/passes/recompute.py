@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.kept_results import KeepsResults
 from tensorshard.model.parameters import BufferValues, Exchanged, keeps_statistics
 from tensorshard.model.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
-from tensorshard.model.tensors import map_tensors_once, storage_key, tensor_leaves
+from tensorshard.model.tensors import TensorSpec, map_tensors_once, storage_key, tensor_leaves
 from tensorshard.torch_private.autograd import compare_saved_tensors, is_function_transformed, stops_early
 from tensorshard.torch_private.compilation import is_making_graph
-from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.modules import buffer_names, has_functional_weights, registrations
 from tensorshard.torch_private.operators import ATTENTION_KERNELS, OpOverload, schema
@@ -39,6 +39,7 @@ _COMPARED_ROUNDS = 2
 _PLAIN = (torch.Tensor, int, float, str, type(None))
 _aten = torch.ops.aten
 
+_RESULT = "result"  # in keys, in the place of an operation
 COSTLY = frozenset(
     {
         _aten.mm.default,
@@ -88,6 +89,25 @@ def always_compare(model: nn.Module) -> None:
             vars(module)[_RECOMPUTED].always_compared = True
 
 
+@dataclass
+class Comparison:
+    """How a block's saved tensors are compared.
+
+    Args:
+        block: names the block, for the error.
+        least_dim: tensors of fewer dimensions are compared by their layouts only; None for all.
+        seen: how many were described so far; during a forward, that many more than before it has saved.
+    """
+
+    block: str
+    least_dim: int | None = None
+    seen: int = 0
+
+    def __call__(self, tensor: torch.Tensor) -> "SavedTensor":
+        self.seen += 1
+        return SavedTensor(self.block, self.least_dim, tensor)
+
+
 class RecomputedBlock:
     """What is known of one block.
 
@@ -118,7 +138,7 @@ class RecomputedBlock:
     @cached_property
     def contexts(self) -> Callable[..., tuple[Any, Any]]:
         """Makes the contexts of a forward and of its repetition."""
-        return _make_contexts(self, self._holders, self._selective)
+        return _make_contexts(self, self._holders, self._comparison if self._selective else None)
 
     @cached_property
     def check(self) -> str:
@@ -185,22 +205,27 @@ def _recomputed(block: RecomputedBlock, forward: Forward, /, *args: Any, **kwarg
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, determinism_check=block.check, **kwargs)
 
 
-def _make_contexts(block: RecomputedBlock, holders: list[nn.Module], selective: bool) -> Callable[..., tuple[Any, Any]]:
+def _make_contexts(
+    block: RecomputedBlock, holders: list[nn.Module], selective: Comparison | None
+) -> Callable[..., tuple[Any, Any]]:
     """Makes the function that returns two contexts: one for the first forward, one for its repetition in backward.
 
     It is a plain function, since torch.compile accepts no other.
+
+    Args:
+        selective: counts what the block saves; None to keep no results.
     """
 
     def contexts(state: StateBeforeCall | None = None) -> tuple[Any, Any]:
         # Inside a compiled graph nothing is changed in place, so a policy is enough. If a compiled block's code is cut
         # into several graphs, it is recomputed outside of them.
         if is_making_graph():
-            return create_selective_checkpoint_contexts(_keep_costly if selective else _keep_nothing)
+            return create_selective_checkpoint_contexts(_keep_nothing if selective is None else _keep_costly)
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
-        if selective:
+        if selective is not None:
             results = CachedResults()
-            first, again = CachesCostly(results), TakesCached(results)
+            first, again = CachesCostly(results, selective), TakesCached(results)
         call = _FirstForward(block, holders, first, state)
         return call, _Repetition(call, again)
 
@@ -284,22 +309,6 @@ class DifferentValuesError(RuntimeError):
     """A block's recomputed forward does not compute what its first forward did."""
 
 
-@dataclass
-class Comparison:
-    """How a block's saved tensors are compared.
-
-    Args:
-        block: names the block, for the error.
-        least_dim: tensors of fewer dimensions are compared by their layouts only; None for all.
-    """
-
-    block: str
-    least_dim: int | None = None
-
-    def __call__(self, tensor: torch.Tensor) -> "SavedTensor":
-        return SavedTensor(self.block, self.least_dim, tensor)
-
-
 class SavedTensor:
     """The shape of a tensor that a block's forward saved, and some numbers that depend on all of its values.
 
@@ -381,14 +390,18 @@ def _summary(tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(sums)
 
 
+_Key = tuple[Any, int]
+
+
 class CachedResults:
     """Results of costly operations of one forward. The key is the operation, and how often it had run before."""
 
     def __init__(self) -> None:
-        self._cached: dict[tuple[Any, int], tuple[Any, list[int]]] = {}  # with the versions of its tensors
+        self._cached: dict[_Key, tuple[Any, list[int]]] = {}  # with the versions of its tensors
+        self._unread: dict[_Key, Callable[[], torch.Tensor]] = {}
         self._by_storage: dict[int, tuple[Any, int]] = {}
 
-    def put(self, key: tuple[Any, int], result: Any) -> None:
+    def put(self, key: _Key, result: Any) -> None:
         """Caches `result` under `key`."""
         detached = map_tensors_once(detached_alike, result)
         leaves = tensor_leaves(detached)
@@ -400,54 +413,123 @@ class CachedResults:
         for tensor in tensors:
             self._cached.pop(self._by_storage.get(storage_key(tensor), (None, 0)), None)
 
-    def take(self, key: tuple[Any, int]) -> Any | None:
+    def forget(self, key: _Key) -> None:
+        """Forgets what was cached under `key`."""
+        self._cached.pop(key, None)
+
+    def forget_values(self, key: _Key) -> None:
+        """Forgets what was cached under `key` but for its shape: nothing reads its values."""
+        result, _ = self._cached.pop(key, (None, []))
+        if result is not None:
+            self._unread[key] = partial(TensorSpec.of(result).empty, result.device)
+
+    def without_values(self, key: _Key) -> torch.Tensor | None:
+        """A tensor like that of which the values were forgotten; None if they were not."""
+        make = self._unread.pop(key, None)
+        return None if make is None else make()
+
+    def take(self, key: _Key) -> Any | None:
         """Returns what was cached under `key`, and forgets it; None if nothing was, or if it has changed since."""
         result, versions = self._cached.pop(key, (None, []))
         changed = [tensor_version(leaf) for leaf in tensor_leaves(result)] != versions
         return None if changed else result
 
 
-class _CountingMode(TorchDispatchMode):
+class _CountingMode(KeepsResults):
     """Counts how often each operation has run in it."""
 
     def __init__(self, results: CachedResults) -> None:
         super().__init__()
         self._results = results
         self._counts: dict[Any, int] = {}
+        self._within = False  # what a result is made of
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> "TorchDispatchMode":
+    def __enter__(self) -> Any:
         self._counts.clear()  # backward may run twice
         return super().__enter__()
 
-    def _next(self, operation: Any) -> tuple[Any, int]:
+    def _next(self, operation: Any) -> _Key:
         count = self._counts.get(operation, 0)
         self._counts[operation] = count + 1
         return operation, count
 
+    def _computed(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._within = True
+        try:
+            return compute()
+        finally:
+            self._within = False
+
 
 class CachesCostly(_CountingMode):
-    """Surrounds the first forward."""
+    """Surrounds the first forward.
+
+    A repetition ends once it has saved what the first forward did. What this computed afterwards is not kept: of most
+    blocks the last product, whose result is only added to the block's input.
+
+    Args:
+        comparison: counts what the forward saves.
+    """
+
+    def __init__(self, results: CachedResults, comparison: Comparison) -> None:
+        super().__init__(results)
+        self._comparison = comparison
+        self._saved: dict[_Key, int] = {}  # how many tensors were saved when a result's own were
+        self._latest: _Key | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._within:
+            return result
         if func in COSTLY and not _draws_random_numbers(func, args, kwargs):
-            self._results.put(self._next(func), result)
+            key = self._next(func)
+            self._results.put(key, result)
+            self._saved[key] = self._comparison.seen
         elif isinstance(func, OpOverload) and schema(func).is_mutable:
             self._results.forget_changed(_written(func, args, kwargs))
         return result
+
+    def __exit__(self, *error: Any) -> Any:
+        handled = super().__exit__(*error)
+        if stops_early():
+            for key, saved in self._saved.items():
+                if saved == self._comparison.seen:
+                    (self._results.forget_values if key[0] is _RESULT else self._results.forget)(key)
+        self._saved.clear()
+        return handled
+
+    def result_of(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """As for :func:`tensorshard.model.kept_results.kept_result`."""
+        result = self._computed(compute)
+        self._latest = self._next(_RESULT)
+        self._results.put(self._latest, result)
+        return result
+
+    def has_saved(self) -> None:
+        """As for :func:`tensorshard.model.kept_results.function_has_saved`."""
+        if self._latest is not None:
+            self._saved[self._latest] = self._comparison.seen
 
 
 class TakesCached(_CountingMode):
     """Surrounds the forward when it is computed again in backward."""
 
+    def result_of(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """As for :func:`tensorshard.model.kept_results.kept_result`."""
+        key = self._next(_RESULT)
+        cached: torch.Tensor | None = self._results.take(key)
+        if cached is None and stops_early():
+            cached = self._results.without_values(key)
+        return self._computed(compute) if cached is None else cached
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in COSTLY and not _draws_random_numbers(func, args, kwargs):
+        if not self._within and func in COSTLY and not _draws_random_numbers(func, args, kwargs):
             cached = self._results.take(self._next(func))
             if cached is not None:
                 return cached
