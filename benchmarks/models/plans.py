@@ -54,6 +54,13 @@ PLANS = {
         PlanCase("pp", "pp 2", 2, dict(pp=2, micro_batches=2)),
         PlanCase("tp-pp", "tp 2 x pp 2", 4, dict(tp=2, pp=2, micro_batches=2)),
         PlanCase("sp", "tp 2, sequence parallel", 2, dict(tp=2, sequence_parallel=True)),
+        PlanCase(
+            "sp-pp",
+            "tp 2 x pp 2, sequence parallel",
+            4,
+            dict(tp=2, pp=2, sequence_parallel=True, micro_batches=2),
+            for_sequences=True,
+        ),
         PlanCase("cp", "cp 2", 2, dict(cp=2)),
         PlanCase("cp-zero3", "cp 2, ZeRO 3 over 2 x 2", 4, dict(cp=2, zero=3), splits_batch=2, for_sequences=True),
         PlanCase("cp-tp", "cp 2 x tp 2", 4, dict(cp=2, tp=2), for_sequences=True),

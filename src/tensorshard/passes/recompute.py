@@ -514,6 +514,7 @@ class CachesCostly(_CountingMode):
         """As for :func:`tensorshard.model.kept_results.function_has_saved`."""
         if self._latest is not None:
             self._saved[self._latest] = self._comparison.seen
+            self._latest = None
 
 
 class TakesCached(_CountingMode):
