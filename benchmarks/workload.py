@@ -57,6 +57,10 @@ class Workload:
     def model(self) -> Any:
         """The model with its initial weights, which are the same on every rank and for every contender."""
         torch.manual_seed(_SEED)
+        return self.constructed()
+
+    def constructed(self) -> Any:
+        """The model, whose constructor draws from torch's random numbers as they are, so that it can be recorded."""
         if self.family != "gpt":
             from benchmarks.language_models import FAMILIES
 

@@ -2,7 +2,6 @@
 than was estimated. Neither must kill any."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import tensorshard as ts
@@ -76,7 +75,7 @@ def run_size(mebibytes: int, hardware: Hardware) -> MemoryRun:
     inputs, targets = MODEL.batch(0, 0)
     try:
         search = ts.find_plans(
-            partial(MODEL.model),
+            MODEL.constructed,
             world_size=WORLD,
             inputs=inputs,
             targets=targets,

@@ -10,7 +10,6 @@ from benchmarks.harness.memory_group import join
 def main() -> None:
     join()  # before torch is loaded, so that all of this process counts
     from dataclasses import replace
-    from functools import partial
 
     import torch
     from torch import distributed as dist
@@ -27,8 +26,9 @@ def main() -> None:
     work = replace(job.work, batch_size=job.samples)
     plan = ts.Plan.from_dict(job.fields)
     inputs, _ = work.batch(0, 0)
+    torch.manual_seed(0)
     engine = ts.parallelize(
-        partial(work.model), plan, optimizer=OPTIMIZER, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
+        work.constructed, plan, optimizer=OPTIMIZER, loss_fn=loss_fn, device="cpu", sample_inputs=inputs
     )
     loss = [engine.step(*work.batch(step, engine.mesh.dp_rank)).item() for step in range(job.steps)]
     hand_in(job_file, int(os.environ["RANK"]), {"loss": loss[-1]})
