@@ -180,8 +180,9 @@ def _sequence_splits(
         inside = min((unit for unit in units if unit.startswith(f"{name}.")), default=None)
         if inside is not None:
             raise ValueError(
-                f"pp_units names {inside!r}, which is inside of {name!r}, and with sequence_parallel=True that "
-                f"computes on parts of a sequence as a whole; name {name!r} itself, or set sequence_parallel=False"
+                f"{inside!r}, a unit of the pipeline, is inside of {name!r}, and with sequence_parallel=True that "
+                f"computes on parts of a sequence as a whole; name {name!r} itself in pp_units, or set "
+                f"sequence_parallel=False"
             )
     runs: list[list[str]] = []  # consecutive blocks between which the sequence stays split
     for unit in units:
