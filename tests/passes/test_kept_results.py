@@ -1,5 +1,6 @@
 """Selective recomputation keeps results of split layers as sums over the ranks, and no result that backward leaves."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import seeds
 import tensorshard as ts
 from parity import assert_same_state
 from tensorshard.models import GPT, next_token_loss
+from tensorshard.torch_private.dispatch import TorchDispatchMode
 
 SAMPLES, LENGTH, WIDTH, LAYERS = 4, 256, 64, 6
 
@@ -54,6 +56,13 @@ def test_a_block_keeps_its_input_and_all_products_but_the_last(fields):
     assert kept - 2 * one / whole <= activations <= kept + one / whole
 
 
+class Watching(TorchDispatchMode):
+    """Sees operations before the mode of recomputation does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class Block(nn.Module):
     """Does something with what its last layer returns."""
 
@@ -66,12 +75,13 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.down(torch.relu(self.up(x)))
+        with Watching() if self.end == "watched" else nullcontext():
+            result = self.down(torch.relu(self.up(x)))
         if self.end == "in place":
             result.mul_(2.0)
         if self.end == "norm":
             return self.norm(x + result)
-        if self.end == "scaled":
+        if self.end in ("scaled", "watched"):
             return x + self.scale * result
         return result.add_(x)
 
@@ -129,7 +139,7 @@ def _alone(end: str, frozen: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("fields", [{}, {"sequence_parallel": True}], ids=["whole", "shards"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("end", ["added", "scaled", "norm", "in place", "changed later"])
+@pytest.mark.parametrize("end", ["added", "scaled", "norm", "in place", "changed later", "watched"])
 def test_whatever_follows_the_last_layer(ranks, end, frozen, fields):
     found = ranks(2, _train, end, frozen, {"tp": 2, **fields})[0]
     assert_same_state(found, ranks(1, _alone, end, frozen)[0], 1e-5)

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -278,12 +278,7 @@ class _CrossingParts(Crossing):
 
     def spec(self, spec: TensorSpec, output: Output) -> TensorSpec:
         where = self._where(spec.shape)
-        if where is None:
-            return spec
-        shape = list(spec.shape)
-        shape[where[0]] = where[1].sizes[self._group.rank]
-        stride = torch.empty(shape, device="meta").stride()
-        return replace(spec, shape=tuple(shape), stride=tuple(stride))
+        return spec if where is None else spec.with_length(where[0], where[1].sizes[self._group.rank])
 
     def part(self, tensor: torch.Tensor, spec: TensorSpec, output: Output) -> torch.Tensor:
         where = self._where(spec.shape)

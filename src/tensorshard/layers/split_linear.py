@@ -27,6 +27,7 @@ from tensorshard.comm.primitives import Started
 from tensorshard.comm.sharding import normalize_dim, shard_range, shard_sizes, to_local
 from tensorshard.layers.arguments import as_rows, autocast, check_dim, full_size, parameter_group
 from tensorshard.model.kept_results import function_has_saved, kept_result
+from tensorshard.torch_private.dispatch import has_dispatch_mode
 from tensorshard.torch_private.tensors import reshaped_product
 
 
@@ -49,7 +50,10 @@ class Replicated:
         return Started(None, lambda: tensor)
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; `tensor` is overwritten."""
+        """The sum over the ranks; `tensor` is overwritten unless a mode may have kept it, as the user's own selective
+        recomputation does."""
+        if has_dispatch_mode():
+            tensor = tensor.clone()
         primitives.all_reduce(tensor, self.group)
         return tensor
 

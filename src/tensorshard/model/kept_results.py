@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from tensorshard.torch_private.dispatch import TorchDispatchMode, innermost_dispatch_mode
+from tensorshard.torch_private.dispatch import TorchDispatchMode, dispatch_modes
 
 
 class KeepsResults(TorchDispatchMode):
@@ -29,13 +29,17 @@ def kept_result(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         compute: called without gradients, in the forward of a custom autograd function, which returns the same tensor
             and does not save it. A repetition may leave it out.
     """
-    mode = innermost_dispatch_mode()
-    return mode.result_of(compute) if isinstance(mode, KeepsResults) else compute()
+    mode = _innermost()
+    return compute() if mode is None else mode.result_of(compute)
 
 
 def function_has_saved() -> None:
     """Called once such a function has saved what it needs for backward. If nothing is saved after that, backward does
     not need the latest result, and it is not kept."""
-    mode = innermost_dispatch_mode()
-    if isinstance(mode, KeepsResults):
+    mode = _innermost()
+    if mode is not None:
         mode.has_saved()
+
+
+def _innermost() -> KeepsResults | None:
+    return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, KeepsResults)), None)

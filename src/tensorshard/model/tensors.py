@@ -160,6 +160,11 @@ class TensorSpec:
             stride = tuple(torch.empty(shape, device="meta").stride())
         return cls(shape, stride, tensor.dtype, tensor.requires_grad)
 
+    def with_length(self, dim: int, length: int) -> "TensorSpec":
+        """The spec of a contiguous tensor with `length` elements along `dim`."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return dataclasses.replace(self, shape=shape, stride=tuple(torch.empty(shape, device="meta").stride()))
+
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""

@@ -399,7 +399,7 @@ class CachedResults:
     def __init__(self) -> None:
         self._cached: dict[_Key, tuple[Any, list[int]]] = {}  # with the versions of its tensors
         self._unread: dict[_Key, Callable[[], torch.Tensor]] = {}
-        self._by_storage: dict[int, tuple[Any, int]] = {}
+        self._by_storage: dict[int, _Key] = {}
 
     def put(self, key: _Key, result: Any) -> None:
         """Caches `result` under `key`."""

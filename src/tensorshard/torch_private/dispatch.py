@@ -23,12 +23,18 @@ from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as NOT_CALLED
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = [
     "NOT_CALLED",
     "TorchDispatchMode",
     "WithoutTorchFunctions",
+    "dispatch_modes",
     "has_dispatch_mode",
     "innermost_dispatch_mode",
     "make_wrapper_tensor",
@@ -48,6 +54,19 @@ def has_dispatch_mode() -> bool:
     Public way: none.
     """
     return _get_current_dispatch_mode() is not None
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that see operations, the one that sees them first at the end.
+
+    Why: selective recomputation is told of a result whatever modes are further in.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    modes: list[TorchDispatchMode] = _get_current_dispatch_mode_stack()
+    return modes
 
 
 def innermost_dispatch_mode() -> TorchDispatchMode | None:

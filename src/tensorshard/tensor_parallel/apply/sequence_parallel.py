@@ -6,7 +6,7 @@ divided by the number of ranks (Korthikanti et al., "Reducing Activation Recompu
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -110,7 +110,11 @@ def apply_sequence_parallel(
     if not between:
         return WholeSequences()
     return _StageSequences(
-        {name: (split, flows.setdefault(split.dim, _Sequence(split.dim, group))) for name, split in between.items()}
+        {
+            (name, index): flows.setdefault(split.dim, _Sequence(split.dim, group))
+            for name, split in between.items()
+            for index in split.outputs
+        }
     )
 
 
@@ -361,11 +365,11 @@ class _StageSequences(WholeSequences):
     """Each rank sends its shard of what blocks return to the rank at its place in the next stage.
 
     Args:
-        blocks: how the blocks split what they return, and the sequence that they compute on.
+        sequences: those of which blocks return shards.
     """
 
-    def __init__(self, blocks: Mapping[str, tuple[SequenceSplit, _Sequence]]) -> None:
-        self._crossing = _CrossingShards(blocks)
+    def __init__(self, sequences: Mapping[Output, _Sequence]) -> None:
+        self._crossing = _CrossingShards(sequences)
 
     def crossing(self, inputs: Any) -> Crossing:
         return self._crossing
@@ -374,31 +378,24 @@ class _StageSequences(WholeSequences):
 class _CrossingShards(Crossing):
     """What is handed to the next stage: shards of the outputs that blocks split, all of other tensors."""
 
-    def __init__(self, blocks: Mapping[str, tuple[SequenceSplit, _Sequence]]) -> None:
-        self._blocks = blocks
+    def __init__(self, sequences: Mapping[Output, _Sequence]) -> None:
+        self._sequences = sequences
 
     def spec(self, spec: TensorSpec, output: Output) -> TensorSpec:
-        sequence = self._sequence(output)
+        sequence = self._sequences.get(output)
         if sequence is None:
             return spec
-        shape = list(spec.shape)
-        shape[sequence.dim] = shard_range(shape[sequence.dim], sequence.group.size(), sequence.group.rank())[1]
-        stride = torch.empty(shape, device="meta").stride()
-        return replace(spec, shape=tuple(shape), stride=tuple(stride))
+        length = shard_range(spec.shape[sequence.dim], sequence.group.size(), sequence.group.rank())[1]
+        return spec.with_length(sequence.dim, length)
 
     def held(self, spec: TensorSpec, output: Output) -> TensorSpec:
         return self.spec(spec, output)
 
     def joined(self, part: torch.Tensor, spec: TensorSpec, output: Output) -> torch.Tensor:
-        sequence = self._sequence(output)
+        sequence = self._sequences.get(output)
         if sequence is not None:
             sequence.length = spec.shape[sequence.dim]  # no block of this stage has seen the whole sequence
         return part
-
-    def _sequence(self, output: Output) -> _Sequence | None:
-        unit, index = output
-        split, sequence = self._blocks.get(unit, (None, None))
-        return sequence if split is not None and index in split.outputs else None
 
 
 # -- parameters that see a shard of the sequence --
