@@ -15,7 +15,6 @@ PLANS = {
 # What an error says, where one device itself is ambiguous, or a stage would have to know what another one does.
 _SHARED = "is a view of the memory of parameter 'outlet.weight'"
 REFUSED = {
-    ("LeavesLayersOut", "pp"): "the model's own forward draws from Python's or numpy's global random numbers",
     ("AveragesItself", "pp"): "torch.distributed itself (allreduce_, strangers.py:",
     ("AveragesItself", "tp"): "torch.distributed itself (allreduce, strangers.py:",
     ("WritesItsWeight", "pp"): "changes its parameter blocks.0.weight (strangers.py:",

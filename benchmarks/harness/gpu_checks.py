@@ -68,6 +68,7 @@ FIRST = (
     Check("host_waits", "how often a step waits for the GPU", on_cpu=False),
     Check("failed_steps", "a step that is not taken changes no weight and no state, though its update was launched"),
     Check("logits", "losses of whole logits, of tiles, and of tiles without a compiler"),
+    Check("random_numbers", "random numbers, and a training with dropout, against those of the CPU"),
     Check("recompute", "recomputation with dropout against none"),
     Check("compiled", "compiled blocks against plain ones, and how often they are compiled", 240.0),
     Check("offload", "offload of states, gradients, activations, and updates in the background"),

@@ -25,6 +25,7 @@ from tensorshard.models import GPT, next_token_loss
 from tensorshard.plan.plan import AXES
 from tensorshard.plan.schedules import SCHEDULES
 from tensorshard.predict.hardware import communicators
+from tensorshard.random.philox import words_of_box
 from tensorshard.trainer import self_test
 
 Found = tuple[dict[str, Any], list[str]]
@@ -58,20 +59,21 @@ def _losses(engine: ts.Engine, steps: int, classes: int = _CLASSES) -> list[floa
     return losses
 
 
-def _alone(device: torch.device, steps: int, optimizer: Any = ADAMW) -> list[float]:
+def _alone(device: torch.device, steps: int, optimizer: Any = ADAMW, dropout: float = 0.0) -> list[float]:
     """The losses of plain PyTorch on one device."""
     torch.manual_seed(0)
-    model = _model().to(device)
+    model = _model(dropout).to(device)
     made = optimizer(model.parameters())
     losses = []
-    for step in range(steps):
-        inputs, targets = _batch(step, device)
-        total, count = next_token_loss(model(inputs), targets)
-        loss = total / count
-        loss.backward()
-        made.step()
-        made.zero_grad()
-        losses.append(loss.item())
+    with ts.same_randomness(model):
+        for step in range(steps):
+            inputs, targets = _batch(step, device)
+            total, count = next_token_loss(model(inputs), targets)
+            loss = total / count
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            losses.append(loss.item())
     return losses
 
 
@@ -164,6 +166,22 @@ def _logits(device: torch.device) -> Found:
     cases["tiled, no compiler"] = (plain, expected, 1e-4)
     differences, wrong = _compare(cases)
     return {**differences, "a compiler works": device.type == "cuda" and kernels.can_compile(device)}, wrong
+
+
+def _random_numbers(device: torch.device) -> Found:
+    """Words of boxes of all kinds, and a training with dropout, against those of the CPU."""
+    sizes = torch.Generator().manual_seed(0)
+    wrong = []
+    for number in range(200):
+        whole = torch.randint(1, 40, (1 + number % 4,), generator=sizes).tolist()
+        offset = [int(torch.randint(0, n, (), generator=sizes)) for n in whole]
+        size = [int(torch.randint(1, n - o + 1, (), generator=sizes)) for n, o in zip(whole, offset, strict=True)]
+        here, there = (words_of_box(number, whole, offset, size, where) for where in (device, torch.device("cpu")))
+        if not torch.equal(here.cpu(), there):
+            wrong.append(f"words of {size} from {offset} on of {whole} differ")
+    expected = _alone(torch.device("cpu"), 5, dropout=0.1)
+    found, differ = _compare({"dropout": (_losses(_engine(device, model=partial(_model, 0.1)), 5), expected, 1e-4)})
+    return found, wrong + differ
 
 
 def _recompute(device: torch.device) -> Found:
@@ -284,11 +302,12 @@ def _plans(device: torch.device) -> Found:
     if half > 1:
         plans |= {f"hybrid, zero {level}": dict(dp_replicate=2, dp_shard=half, zero=level) for level in (1, 3)}
         plans["tp, zero 3"] = dict(tp=2, zero=3)
-    expected = _alone(device, 20 if device.type == "cuda" else 3)
+    expected = _alone(device, 20 if device.type == "cuda" else 3, dropout=0.1)
     cases = {}
     for precision in ("fp32", "bf16"):
         for name, fields in plans.items():
-            losses = _losses(_engine(device, precision=precision, **fields), len(expected))
+            engine = _engine(device, model=partial(_model, 0.1), precision=precision, **fields)
+            losses = _losses(engine, len(expected))
             cases[f"{precision}, {name}"] = (losses, expected, _TOLERANCES[precision])
     return _compare(cases)
 
@@ -358,8 +377,8 @@ def _leaves(device: torch.device) -> Found:
 _CHECKS: dict[str, Callable[[torch.device], Found]] = {
     function.__name__[1:]: function
     for function in (
-        *(_self_test, _parity, _host_waits, _failed_steps, _logits, _recompute, _compiled, _offload, _checkpoints),
-        *(_memory, _speed),
+        *(_self_test, _parity, _host_waits, _failed_steps, _logits, _random_numbers, _recompute, _compiled),
+        *(_offload, _checkpoints, _memory, _speed),
         *(_own_devices, _plans, _tensor_replicas, _schedules, _communicators, _rank_raises, _leaves),
     )
 }

@@ -111,7 +111,7 @@ class CellRunner:
     def _run(self, case: Case, plan: PlanCase, with_samples: bool) -> Cell:
         if "precision" in plan.fields:
             return self._run_bf16(case, plan)
-        expected = self._reference(case, plan.micro_batches, "float32")
+        expected = self._reference(case, plan, "float32")
         if isinstance(expected, Failure):
             raise BrokenCaseError(f"{case.key} alone: {expected.kind} at {expected.where}: {expected.message}")
         cell, trained = self._train(case, plan, "float32", with_samples)
@@ -124,7 +124,7 @@ class CellRunner:
         cell.compared = "fp32" if finer is None else "fp64"
         if plan.fields.get("compile") and not is_exact(apart, finer):
             # Code that torch compiles computes some functions, such as exp, in another way than torch itself.
-            compiled = self._reference(case, plan.micro_batches, "float32", compiled=True)
+            compiled = self._reference(case, plan, "float32", compiled=True)
             if not isinstance(compiled, Failure):
                 cell.compared += ", compiled"
                 apart = difference(trained, compiled)
@@ -137,7 +137,7 @@ class CellRunner:
     def _difference_in_fp64(
         self, case: Case, plan: PlanCase, with_samples: bool, *, compiled: bool = False
     ) -> Difference | None:
-        expected = self._reference(case, plan.micro_batches, "float64", compiled=compiled)
+        expected = self._reference(case, plan, "float64", compiled=compiled)
         if isinstance(expected, Failure):
             return None
         trained = self._train(case, plan, "float64", with_samples)[1]
@@ -156,7 +156,7 @@ class CellRunner:
         cell.compared = "bf16"
         if trained is None:
             return cell
-        plain = self._reference(case, 1, "float32")
+        plain = self._reference(case, plan, "float32")
         resting = {n for n, moved in plain.moved.items() if moved < RESTING} if isinstance(plain, Trained) else set()
         distances, bounds = bf16_distance(trained, alone, resting), bf16_allowance(alone, others, resting)
         if any(distance > bound for distance, bound in zip(distances, bounds, strict=True)):
@@ -176,13 +176,13 @@ class CellRunner:
                 cell.status, cell.detail = "wrong", f"losses are {away:.1%} from those of fp32"
         return cell
 
-    def _reference(self, case: Case, micro_batches: int, dtype: str, *, compiled: bool = False) -> Trained | Failure:
-        key = case.key, micro_batches, dtype, compiled
+    def _reference(self, case: Case, plan: PlanCase, dtype: str, *, compiled: bool = False) -> Trained | Failure:
+        key = case.key, plan.micro_batches, dtype, compiled, plan.random_of(case)
         if key not in self._alone:
             if any(known[0] != case.key for known in self._alone):
                 self._alone.clear()  # those of the case before
             path = self._file()
-            outcome = self._processes(models_rank.run_alone, [(case.key, micro_batches, dtype, compiled, path)])
+            outcome = self._processes(models_rank.run_alone, [(*key, path)])
             if outcome == "hung" or isinstance(outcome, str):
                 raise BrokenCaseError(f"{case.key} alone: {outcome}")
             failure = outcome[0].get("failure")

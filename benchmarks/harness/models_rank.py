@@ -18,12 +18,13 @@ from benchmarks.models.registry import find_cases
 
 
 def run_alone(
-    connection: Connection, log: str, key: str, micro_batches: int, dtype: str, compiled: bool, path: str
+    connection: Connection, log: str, key: str, micro_batches: int, dtype: str, compiled: bool, random: str, path: str
 ) -> None:
     """A plain process trains the case and saves the result to `path`."""
     _prepare(log)
     try:
-        trained = train_alone(find_cases()[key], micro_batches, getattr(torch, dtype), compiled=compiled)
+        kind = getattr(torch, dtype)
+        trained = train_alone(find_cases()[key], micro_batches, kind, compiled=compiled, random=random)
         torch.save(trained, path)
         outcome: Any = {"done": True}
     except BaseException as error:

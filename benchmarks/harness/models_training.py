@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,12 +47,16 @@ class Trained:
     moved: dict[str, float] = field(default_factory=dict)
 
 
-def build(case: Case, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The case's model, in training, with the same weights every time."""
+def build(case: Case, dtype: torch.dtype = torch.float32, drops: bool = True) -> nn.Module:
+    """The case's model, in training, with the same weights every time.
+
+    Args:
+        drops: whether dropout is on.
+    """
     torch.manual_seed(1)
     random.seed(1)  # some packages draw initial values, or the seeds for them, with these
     numpy.random.seed(1)
-    model = case.build().train()
+    model = case.built(drops).train()
     return model if dtype == torch.float32 else model.to(dtype)
 
 
@@ -62,25 +67,37 @@ def batch(case: Case, step: int, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def train_alone(
-    case: Case, micro_batches: int, dtype: torch.dtype = torch.float32, *, compiled: bool = False
+    case: Case,
+    micro_batches: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    compiled: bool = False,
+    random: str = "same",
 ) -> Trained:
-    """Trains the case with plain PyTorch in one process, with the plan's number of micro-batches."""
-    model = build(case, dtype)
+    """Trains the case with plain PyTorch in one process, with the plan's number of micro-batches.
+
+    Args:
+        random: as in the Plan. By rank, dropout is off, as each plan would draw other numbers.
+    """
+    model = build(case, dtype, random == "same")
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if compiled:
         model.compile()
     optimizer = OPTIMIZER([p for p in model.parameters() if p.requires_grad])
     losses = []
-    for step in range(STEPS):
-        total = 0.0
-        for part in range(micro_batches):
-            inputs, targets = _part(batch(case, step, dtype), part, micro_batches)
-            loss = case.loss(_call(model, inputs), targets) / micro_batches
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+    with ts.same_randomness(model) if random == "same" else nullcontext() as numbers:
+        for step in range(STEPS):
+            total = 0.0
+            for part in range(micro_batches):
+                inputs, targets = _part(batch(case, step, dtype), part, micro_batches)
+                if numbers is not None:
+                    numbers.at(part * len(targets))
+                loss = case.loss(_call(model, inputs), targets) / micro_batches
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total)
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     moved = {n: (state[n].double() - v.double()).abs().max().item() for n, v in before.items() if v.numel()}
     return Trained(losses, state, moved=moved)
@@ -105,9 +122,10 @@ def train_under(
     progress = {} if progress is None else progress
     progress["stage"] = "parallelize"
     samples: Any = {"sample_inputs": batch(case, 0, dtype)[0]} if with_samples else {}
-    model = build(case, dtype)
+    model = build(case, dtype, plan.random_of(case) == "same")
     wall, cpu = time.perf_counter(), time.process_time()
-    engine = ts.parallelize(model, ts.Plan(**plan.fields), optimizer=OPTIMIZER, loss_fn=case.loss, **samples)
+    chosen = ts.Plan(random=plan.random_of(case), **plan.fields)
+    engine = ts.parallelize(model, chosen, optimizer=OPTIMIZER, loss_fn=case.loss, **samples)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     table = getattr(engine.sharded.split, "table", None)
     progress["split_share"] = share = getattr(table, "split_share", None)

@@ -23,7 +23,6 @@ from tensorshard.predict.operation_ledger import Kernel, OperationLedger, Transf
 from tensorshard.predict.operator_costs import cost_of
 from tensorshard.predict.step_time import kernel_time, transfer_time
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
-from tensorshard.torch_private.fsdp import one_chunk_at_a_time
 from tensorshard.torch_private.process_groups import fake_world
 
 MAIN = "compute"
@@ -260,7 +259,7 @@ def record_steps(
 ) -> tuple[Record, dict[str, str]]:
     """What rank 0 of a world of `world_size` GPUs is given in `steps` steps, after those that differ; and the axis of
     each group."""
-    with fake_world(0, world_size, "nccl"), one_chunk_at_a_time(), QuickFakeTensorMode():
+    with fake_world(0, world_size, "nccl"), QuickFakeTensorMode():
         recorder = Recorder()
         recorder.recording = False
         with recorder:

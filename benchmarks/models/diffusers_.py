@@ -6,15 +6,15 @@ from typing import Any
 from torch import nn
 
 from benchmarks.models.batches import Batches, images, number_loss, several
-from benchmarks.models.case import Case, without_dropout
+from benchmarks.models.case import Case
 
 
 def _built(name: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import diffusers
 
-        model = getattr(diffusers, name)(**settings)
-        return without_dropout(model)
+        made: nn.Module = getattr(diffusers, name)(**settings)
+        return made
 
     return build
 

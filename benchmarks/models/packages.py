@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from benchmarks.models.batches import Batches, class_loss, numbers
-from benchmarks.models.case import Case, Loss, without_dropout
+from benchmarks.models.case import Case, Loss
 
 
 def case(
@@ -38,11 +37,7 @@ def case(
 
 
 def _built(module: str, build: Callable[[Any], nn.Module]) -> nn.Module:
-    model = without_dropout(build(import_module(module)))
-    for part in model.modules():
-        if isinstance(part, _DropoutNd):
-            part.p = 0.0
-    return model
+    return build(import_module(module))
 
 
 class Through(nn.Module):

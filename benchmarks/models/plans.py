@@ -36,6 +36,10 @@ class PlanCase:
         """Whether the model is tried under the plan."""
         return ("ep" not in self.fields or case.key in WITH_EXPERTS) and (case.is_sequence or not self.for_sequences)
 
+    def random_of(self, case: Case) -> str:
+        """As in the Plan. Compiled code draws by itself, and in 16 bits other samples' masks would hide differences."""
+        return "by_rank" if self.fields.keys() & {"compile", "precision"} else case.random
+
     @property
     def micro_batches(self) -> int:
         return self.fields.get("micro_batches", 1)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.models.batches import CLASSES, class_loss, images
-from benchmarks.models.case import Case, without_dropout
+from benchmarks.models.case import Case
 
 _VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 
@@ -27,7 +27,7 @@ def _built(name: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
             model = getattr(home, kind)(num_classes=CLASSES, **values)
         else:
             model = timm.create_model(name, pretrained=False, num_classes=CLASSES, **settings)
-        return without_dropout(model)
+        return model
 
     return build
 

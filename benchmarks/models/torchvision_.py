@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from benchmarks.models.batches import CLASSES, Batches, class_loss, images, main_output, number_loss, numbers
-from benchmarks.models.case import Case, Loss, without_dropout
+from benchmarks.models.case import Case, Loss
 
 
-def _undropped(build: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
+def _made(build: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
         from torchvision import models
 
-        return without_dropout(build(models))
+        return build(models)
 
     return built
 
@@ -121,7 +121,7 @@ def _case(
     *,
     is_sequence: bool = False,
 ) -> Case:
-    return Case(name, "torchvision", _undropped(build), batch or images(), loss, "", is_sequence=is_sequence)
+    return Case(name, "torchvision", _made(build), batch or images(), loss, "", is_sequence=is_sequence)
 
 
 CASES = [

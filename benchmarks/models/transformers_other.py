@@ -28,8 +28,10 @@ _ids = {"input_ids": ((12,), VOCABULARY)}
 _image = {"pixel_values": (3, 32, 32)}
 
 
-def _case(name: str, model: str, settings: dict[str, Any], batch: Batches, loss: Loss, group: str) -> Case:
-    return Case(name, "transformers", builder(model, settings), batch, loss, group, is_sequence=True)
+def _case(
+    name: str, model: str, settings: dict[str, Any], batch: Batches, loss: Loss, group: str, random: str = "same"
+) -> Case:
+    return Case(name, "transformers", builder(model, settings), batch, loss, group, is_sequence=True, random=random)
 
 
 def embeddings_loss(output: Any, targets: Any) -> Any:
@@ -67,7 +69,7 @@ CASES = [
           several(_image, indices={"input_ids": ((16,), VOCABULARY)}), embeddings_loss, "several modalities"),
     _case("ViLT", "ViltForQuestionAnswering", {
         **TEXT, "image_size": 32, "patch_size": 8, **CLASSIFIES, "max_image_length": -1,
-    }, several(_image, indices=_ids, targets="classes"), class_loss, "several modalities"),
+    }, several(_image, indices=_ids, targets="classes"), class_loss, "several modalities", "by_rank"),  # draws patches
     _case("LLaVA", "LlavaForConditionalGeneration", {
         "vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16},
         "text_config": {**TEXT, **GROUPED, **NO_TOKENS, "model_type": "llama"},

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tensorshard.predict.profile_memory import profile_memory
     from tensorshard.predict.search.find_plans import find_plans
     from tensorshard.predict.search.plan_search import FoundPlan, PlanSearch
+    from tensorshard.random.plain_loop import same_randomness
     from tensorshard.swaps.swap import Swaps, swap
     from tensorshard.trainer.launch.notebook import notebook_launch
     from tensorshard.verify.layouts import verify_layout
@@ -66,6 +67,7 @@ __all__ = [
     "register_parallel_attribute",
     "register_parallel_dim",
     "relocate_state_dict",
+    "same_randomness",
     "save_group_sharded_model",
     "sharded_state_dict",
     "slice",
@@ -105,6 +107,7 @@ _MODULES = {
     "register_parallel_dim": "tensorshard.comm.marks",
     "relocate_state_dict": "tensorshard.compat.state",
     "save_group_sharded_model": "tensorshard.compat.group_sharded",
+    "same_randomness": "tensorshard.random.plain_loop",
     "sharded_state_dict": "tensorshard.compat.state",
     "slice": "tensorshard.compat.state",
     "swap": "tensorshard.swaps.swap",

@@ -87,6 +87,15 @@ def _writes_an_output() -> None:
     work.wait()
 
 
+def _gives_memory_back() -> None:
+    """And takes it again, so that a look at its size alone would see nothing."""
+    output = torch.zeros(4)
+    work = all_gather_into(output, torch.ones(2), dist.group.WORLD, async_op=True)
+    output.untyped_storage().resize_(0)
+    output.untyped_storage().resize_(16)
+    work.wait()
+
+
 def _sends_columns() -> None:
     all_reduce_(torch.ones(4, 4).t()[:, :2], dist.group.WORLD)
 
@@ -128,6 +137,7 @@ def test_a_read_before_the_wait_sees_no_result(ranks):
 FAULTS = {
     "an input that changes": (_changes_an_input, "an input of all_gather .* was changed before it was waited for"),
     "an output that is written": (_writes_an_output, "an output of all_gather .* was written before it was waited"),
+    "memory that is given back": (_gives_memory_back, "memory of all_gather .* was given back before it was waited"),
     "columns": (_sends_columns, r"all_reduce by SUM was given a tensor \[4, 2\] that is not contiguous"),
     "a tensor on the cpu": (_sends_from_elsewhere, "given a tensor on cpu, and the group takes cuda's"),
     "two calls swapped": (_swaps_two_calls, r"different orders: rank 0: all_reduce .*8.*; rank 1: all_reduce .*2"),

@@ -178,6 +178,7 @@ def _own_loop(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tens
     return losses, engine.full_state_dict()
 
 
+@pytest.mark.slow_cases("{'cp': 2, 'zero': 1}")
 @pytest.mark.parametrize("fields", [dict(cp=2, zero=1), dict(cp=2, zero=3)], ids=str)
 def test_a_loop_of_ones_own(ranks, fields):
     expected, state = ranks(1, _own_loop, dict(zero=0))[0]

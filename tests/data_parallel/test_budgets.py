@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorshard as ts
-from tensorshard.data_parallel.published_weights import DEBUG_VARIABLE
+from tensorshard.data_parallel import published_weights
+from tensorshard.data_parallel.buckets import DEBUG_VARIABLE
 from tensorshard.engine import gradients
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.torch_private.process_groups import fake_world
@@ -111,6 +112,53 @@ def test_messages_of_large_layers(budget, fields):
     messages = _engine_counts(128, **fields).messages
     assert any("coalesced" in name for name in messages)
     assert messages.total() <= budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "times", "sums"),
+    [
+        (dict(zero=3), 1, 0),
+        (dict(zero=3, recompute="full"), 1, 0),
+        (dict(zero=3, micro_batches=2), 2, 0),
+        (dict(zero=3, dp_replicate=2, dp_shard=4), 1, _LAYERS),
+    ],
+    ids=str,
+)
+def test_no_unit_is_gathered_that_nobody_needs(fields, times, sums):
+    """Each block for its forward and for its backward, all that is in no block once; a reduction for each."""
+    messages = _engine_counts(256, **fields).messages
+    gathers = sum(count for name, count in messages.items() if "gather" in name)
+    scatters = sum(count for name, count in messages.items() if "scatter" in name)
+    assert gathers == times * (2 * _LAYERS + 1)
+    assert scatters == times * (_LAYERS + 1)
+    assert messages["c10d.allreduce_coalesced_.default"] == sums
+
+
+def _gathers_of_first_steps() -> list[int]:
+    """How many units two real ranks gather in each of their first steps, in an evaluation, and for a read."""
+    started = []
+    gather = published_weights.all_gather_several
+    published_weights.all_gather_several = lambda *args, **named: started.append(1) or gather(*args, **named)
+    try:
+        engine = ts.parallelize(
+            partial(_model, 256), ts.Plan(zero=3), optimizer=torch.optim.AdamW, loss_fn=next_token_loss, device="cpu"
+        )
+        counts = []
+        calls = [lambda: engine.step(*_batch())] * 3 + [lambda: engine.evaluate(*_batch())]
+        calls.append(lambda: [p.shape for p in engine.model.parameters()])
+        calls.append(lambda: sum(p.detach().sum() for p in engine.model.blocks[3].parameters()))
+        for call in calls:
+            started.clear()
+            call()
+            counts.append(len(started))
+        return counts
+    finally:
+        published_weights.all_gather_several = gather
+
+
+def test_gathers_of_the_first_steps(ranks):
+    step, evaluation = 2 * _LAYERS + 1, _LAYERS + 1
+    assert ranks(2, _gathers_of_first_steps)[0] == [step, step, step, evaluation, 0, 1]
 
 
 def test_backward_goes_on_between_the_two_sums_of_hybrid_sharding():

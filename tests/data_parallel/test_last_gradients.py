@@ -8,7 +8,7 @@ from torch import nn
 
 from engines import assert_same_state, engine_of, own_shard
 from tensorshard.data_parallel import buckets
-from tensorshard.data_parallel.replicated_gradients import ReplicatedGradients
+from tensorshard.data_parallel.gradient_reducer import GradientReducer
 from toys import data, plain_loop
 
 STEPS = 7
@@ -43,15 +43,15 @@ class Changing(nn.Module):
 
 
 def _train(how: str, fields: dict[str, Any], bucket_bytes: int) -> tuple[list[float], Any, list[int]]:
-    asked, called = ReplicatedGradients._gradient_ready, 0
+    asked, called = GradientReducer._gradient_ready, 0
 
-    def count(self: ReplicatedGradients, parameter: Any) -> None:
+    def count(self: GradientReducer, parameter: Any) -> None:
         nonlocal called
         called += 1
         asked(self, parameter)
 
     before, buckets.LEAST_BYTES = buckets.LEAST_BYTES, bucket_bytes
-    ReplicatedGradients._gradient_ready = count  # type: ignore[method-assign]
+    GradientReducer._gradient_ready = count  # type: ignore[method-assign]
     losses, calls = [], []
     try:
         engine = engine_of(Changing(how), torch.optim.SGD if fields.get("precision") else _adamw, **fields)
@@ -60,7 +60,7 @@ def _train(how: str, fields: dict[str, Any], bucket_bytes: int) -> tuple[list[fl
             losses.append(engine.step(*own_shard(engine, *data(step))).item())
             calls.append(called)
     finally:
-        ReplicatedGradients._gradient_ready = asked  # type: ignore[method-assign]
+        GradientReducer._gradient_ready = asked  # type: ignore[method-assign]
         buckets.LEAST_BYTES = before
     return losses, engine.full_state_dict(), calls
 

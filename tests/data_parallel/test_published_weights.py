@@ -175,9 +175,8 @@ def test_a_gather_that_is_late_undoes_no_update(ranks, fields):
 def _other_memory(dtype: torch.dtype) -> str:
     engine = engine_of(_net(), zero=1)
     weight = engine.model[2].weight
-    weight.data = weight.data.to(dtype)
     try:
-        _step(engine)
+        weight.data = weight.data.to(dtype)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -185,7 +184,8 @@ def _other_memory(dtype: torch.dtype) -> str:
 
 def test_memory_of_another_type_is_refused(ranks):
     for sentence in ranks(2, _other_memory, torch.float64):
-        assert "'2.weight' was given other memory (p.data = ..., or model.to(...)) of torch.float64" in sentence
+        words = "(p.data = ..., model.half(), model.to(...)) of torch.float64"
+        assert f"'2.weight' was given other memory {words}" in sentence
         assert "p.copy_(values)" in sentence
 
 

@@ -132,10 +132,6 @@ def _attempt(build: Callable[[], dict[str, Any]]) -> str:
     return "accepted"
 
 
-def _model_of_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    return dict(model=Holding(torch.zeros(shape, dtype=dtype)))
-
-
 def _laid_out_already() -> dict[str, Any]:
     return dict(model=ts.parallelize(**_arguments()).model)
 
@@ -163,7 +159,6 @@ def _holds_others() -> dict[str, Any]:
         (_laid_out_already, "ValueError: the model is laid out already, by tensorshard.parallelize"),
         (_split_already, "ValueError: module '1' is a ParallelLinear that is split over 2 ranks already, but a plan"),
         (_no_module, "TypeError: the callable returned a str, where an nn.Module was expected"),
-        (partial(_model_of_zeros, (2,), torch.float64), "ValueError: zero=3 gathers parameters of one type together"),
         (_returns_nothing, "TypeError: optimizer(parameters) returned a NoneType; it must return a torch Optimizer"),
         (_holds_others, "ValueError: the optimizer holds a parameter of shape (7,) that it was not given"),
     ],

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import parity
+import tensorshard as ts
 from engines import ADAMW, LEVELS, assert_same_state, engine_of, own_shard
 from toys import Regular, data, plain_loop, squares
 
@@ -83,3 +84,47 @@ def _nothing_counts() -> float:
 
 def test_a_batch_in_which_nothing_counts_has_a_loss_of_zero(ranks):
     assert ranks(2, _nothing_counts) == [0.0, 0.0]
+
+
+class _OfTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inlet(x)))
+
+
+def _sum_and_count(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output.values() - targets.values()).square().sum(), targets.values().numel()
+
+
+def _nested(fields: dict[str, Any]) -> list[float] | str:
+    engine = ts.parallelize(_OfTokens(), ts.Plan(**fields), optimizer=ADAMW, loss_fn=_sum_and_count)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        lengths = torch.randint(2, 9, (8,), generator=generator).tolist()
+        samples = [[torch.randn(n, width, generator=generator) for n in lengths] for width in (6, 3)]
+        mine = slice(
+            8 * engine.mesh.dp_rank // engine.mesh.dp_size, 8 * (engine.mesh.dp_rank + 1) // engine.mesh.dp_size
+        )
+        batch = [torch.nested.as_nested_tensor(each[mine], layout=torch.jagged) for each in samples]
+        try:
+            losses.append(engine.step(*batch).item())
+        except ValueError as error:
+            return str(error)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(zero=1), dict(zero=3, micro_batches=2), dict(zero=3, recompute="full")], ids=str
+)
+def test_nested_tensors_are_batches(ranks, fields):
+    assert ranks(2, _nested, fields)[0] == pytest.approx(ranks(1, _nested, {})[0], rel=1e-5)
+
+
+def test_nested_tensors_are_refused_where_layers_have_one_shape(ranks):
+    for said in ranks(2, _nested, dict(tp=2)):
+        assert "nested tensor of jagged layout under tp" in said and "zero=1 to 3" in said

@@ -11,6 +11,8 @@ from torch import nn
 
 import parity
 from engines import LEVELS, engine_of, local, own_shard
+from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.weights.initial import Recording
 from toys import Regular, data, squares
 
@@ -20,13 +22,15 @@ REPLICATED = 4 * WIDTH * WIDTH * 4
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    with without_torch_functions_of_tensors():  # a look is no use, which would gather
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _parameters() -> list[nn.Parameter]:
     """All that there are in this process."""
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    return [t for t in tensors if isinstance(t, nn.Parameter) and not isinstance(t, FakeTensor)]
 
 
 def _held(level: int) -> dict[str, int]:

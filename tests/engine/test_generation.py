@@ -12,7 +12,7 @@ import tensorshard as ts
 from pretrained_models import token_loss
 from tensorshard.models import GPT
 
-PROMPTS = torch.arange(3 * 5).view(3, 5) * 11 % 61
+PROMPTS = torch.arange(4 * 5).view(4, 5) * 11 % 61
 DRAWN = {"temperature": 1.5, "top_k": 9, "seed": 4}
 ENDED = {"eos_token_id": 7}
 BUILD = {
@@ -29,7 +29,8 @@ def _engine(kind: str, fields: dict[str, Any]) -> ts.Engine:
 
 def _generate(kind: str, fields: dict[str, Any]) -> list[torch.Tensor]:
     engine = _engine(kind, fields)
-    tokens = [engine.generate(PROMPTS, max_new_tokens=9, **options) for options in ({}, DRAWN, ENDED)]
+    mine = PROMPTS.tensor_split(engine.mesh.dp_size)[engine.mesh.dp_rank]
+    tokens = [engine.gather(engine.generate(mine, max_new_tokens=9, **options)) for options in ({}, DRAWN, ENDED)]
     assert not any(parameter.grad is not None for parameter in engine.model.parameters())
     return tokens
 
@@ -90,14 +91,14 @@ def _bad_calls() -> None:
     classifier = ts.parallelize(
         partial(torch.nn.Embedding, 64, 8), ts.Plan(), optimizer=torch.optim.SGD, loss_fn=token_loss
     )
-    assert classifier.generate(PROMPTS, max_new_tokens=1).shape == (3, 6)
+    assert classifier.generate(PROMPTS, max_new_tokens=1).shape == (4, 6)
     pooled = ts.parallelize(
         lambda: torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Flatten()),
         ts.Plan(),
         optimizer=torch.optim.SGD,
         loss_fn=token_loss,
     )
-    with pytest.raises(ValueError, match=r"the model returned \(3, 40\) for tokens of shape \(3, 5\)"):
+    with pytest.raises(ValueError, match=r"the model returned \(4, 40\) for tokens of shape \(4, 5\)"):
         pooled.generate(PROMPTS, max_new_tokens=1)
 
 

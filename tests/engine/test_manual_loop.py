@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import parity
 import tensorshard as ts
@@ -173,7 +174,7 @@ def _nan(engine: ts.Engine) -> None:
 
 
 def _hooked(engine: ts.Engine) -> None:
-    engine.model.wide.weight.register_hook(lambda grad: 2 * grad)
+    engine.model.wide.weight.register_hook(lambda grad: grad.sum())
     _plain_backward(engine)
     engine.optimizer.step()
 
@@ -212,7 +213,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(ranks):
         "ValueError: the loss has no gradient",
         "TypeError: engine.backward was given a tensor of shape (8, 3); it must be given a scalar tensor",
         "NonFiniteLossError: the norm of the gradient of step 1 is nan; the step was not taken",
-        "RuntimeError: parameter 'wide.weight' has a hook (register_hook, register_post_accumulate_grad_hook), which",
+        "TypeError: a gradient hook returned Tensor [] for 'wide.weight'; it must return None, or a tensor like",
         "TypeError: a gradient hook returned Tensor [] for 'shift'; it must return None, or a tensor like",
     ]
     for message, start in zip(ranks(1, _all_messages)[0], expected, strict=True):
@@ -300,3 +301,39 @@ def test_gradient_hooks_closures_and_accumulation_by_hand(ranks):
     expected = list(plain_loop(model, optimizer, [[data(0)]] * 3))[2]
     for fields, found in zip(_HOOKED_PLANS, ranks(2, _under_hooked_plans)[0], strict=True):
         assert found == pytest.approx(expected, rel=1e-2 if "precision" in fields else 1e-5)
+
+
+def _windows(fields: dict[str, Any], own: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """Two epochs of 7 batches, with an update for two of them and for the last."""
+    engine = engine_of(nn.Linear(6, 3), **fields)
+    data = TensorDataset(torch.randn(28, 6, generator=torch.Generator().manual_seed(1)), torch.randn(28, 3))
+    loader = DataLoader(data, 4) if own else engine.loader(data, batch_size=4, shuffle=False)
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader):
+            with engine.accumulate(last=number == 6 if own else None):
+                engine.backward(nn.functional.mse_loss(engine.model(x), 0 * y))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+    return engine.step_count, engine.full_state_dict()
+
+
+def _windows_alone() -> dict[str, torch.Tensor]:
+    engine = engine_of(nn.Linear(6, 3), zero=0)
+    data = torch.randn(28, 6, generator=torch.Generator().manual_seed(1)).split(4)
+    for _ in range(2):
+        for first in range(0, 7, 2):
+            window = data[first : first + 2]
+            engine.backward(
+                sum(nn.functional.mse_loss(engine.model(x), torch.zeros(4, 3)) for x in window) / len(window)
+            )
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(("size", "own"), [(1, True), (1, False), (2, False)])
+def test_the_rest_of_an_epoch_is_a_step(ranks, size, own):
+    expected = ranks(1, _windows_alone)[0]
+    steps, found = ranks(size, _windows, dict(zero=1, micro_batches=2), own)[0]
+    assert steps == 8
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -30,10 +30,24 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-4)
 
 
 def build(kind: str) -> nn.Module:
-    """A model small enough for hundreds of runs, its weights the same every time."""
+    """A model small enough for hundreds of runs, its weights the same every time. With ``_dropping`` after its name,
+    each of its dropout layers drops."""
+    if kind.endswith(DROPPING):
+        return _dropping(build(kind.removesuffix(DROPPING)))
     seeds.seed(1)
     plain = kind.removesuffix(_HEAD)
     return _BUILDERS[kind]() if plain == kind else _HEADED[plain](_BUILDERS[plain]())
+
+
+DROPPING = "_dropping"
+
+
+def _dropping(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.1)
+    return model
 
 
 def _unet() -> nn.Module:
@@ -114,6 +128,7 @@ _IMAGES = (*_PLAIN_IMAGES, "resnet", "resnet_37")
 
 
 def loss_function(kind: str) -> Callable[[Any, Any], Any]:
+    kind = kind.removesuffix(DROPPING)
     if kind.endswith(_HEAD):
         return _mean if kind.removesuffix(_HEAD) in _IMAGES else _sum_and_count
     if kind == "unet":
@@ -142,6 +157,7 @@ def _on_logits(loss: Callable[[Any, Any], Any], output: Any, targets: Any) -> An
 
 def batch(kind: str, step: int, size: int = GLOBAL_BATCH) -> tuple[Any, torch.Tensor]:
     """The global batch of a step; in text some targets are padding, unevenly over the samples."""
+    kind = kind.removesuffix(DROPPING)
     if kind.endswith(_HEAD):
         inputs, targets = batch(kind.removesuffix(_HEAD), step, size)
         return ({**inputs, "targets": targets} if isinstance(inputs, dict) else (inputs, targets)), targets
@@ -249,21 +265,22 @@ def _reference(
     optimizer = CombinedOptimizer(made) if isinstance(made, list) else made
     loss_fn = loss_function(kind)
     losses, norms = [], []
-    for step in range(steps):
-        inputs, targets = batch(kind, step)
-        loss = torch.zeros(())
-        for part in _micro_batches(len(targets), micro_batches, data_ranks):
-            cut = {k: v[part] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[part]
-            result = loss_fn(model(**cut) if isinstance(cut, dict) else model(cut), targets[part])
-            weight = (targets != -100).sum() if isinstance(result, tuple) else micro_batches
-            share = (result[0] if isinstance(result, tuple) else result) / weight
-            share.backward()
-            loss = loss + share.detach()
-        if clip is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    with ts.same_randomness(model):
+        for step in range(steps):
+            inputs, targets = batch(kind, step)
+            loss = torch.zeros(())
+            for part in _micro_batches(len(targets), micro_batches, data_ranks):
+                cut = {k: v[part] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[part]
+                result = loss_fn(model(**cut) if isinstance(cut, dict) else model(cut), targets[part])
+                weight = (targets != -100).sum() if isinstance(result, tuple) else micro_batches
+                share = (result[0] if isinstance(result, tuple) else result) / weight
+                share.backward()
+                loss = loss + share.detach()
+            if clip is not None:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
     return {"losses": losses, "norms": norms, "state": model.state_dict()}
 
 

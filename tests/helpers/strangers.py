@@ -387,8 +387,7 @@ def _train(model: type[Net], plan: ts.Plan) -> tuple[float, float]:
     engine = ts.parallelize(model, plan, optimizer=ADAMW, loss_fn=loss, device="cpu", sample_inputs=batches[0][0])
     mesh, weights = engine.mesh, engine.full_state_dict()
     found = []
-    for step, (x, y) in enumerate(batches):
-        random.seed(step)
+    for x, y in batches:
         found.append(float(engine.step(x[mesh.dp_rank :: mesh.dp_size], y[mesh.dp_rank :: mesh.dp_size])))
     trained = engine.full_state_dict()
     if mesh.rank != 0:
@@ -397,14 +396,17 @@ def _train(model: type[Net], plan: ts.Plan) -> tuple[float, float]:
     one.load_state_dict(weights)
     one.alone = True
     optimizer, expected = ADAMW([p for p in one.parameters() if p.requires_grad]), []
-    for step, (x, y) in enumerate(batches):
-        random.seed(step)
-        parts = list(zip(x.chunk(plan.micro_batches), y.chunk(plan.micro_batches), strict=True))
-        losses = [loss(one(a), b) / len(parts) for a, b in parts]
-        sum(losses).backward()
-        expected.append(float(sum(losses)))
-        optimizer.step()
-        optimizer.zero_grad()
+    parts = plan.micro_batches
+    with ts.same_randomness(one) as numbers:
+        for x, y in batches:
+            losses = []
+            for index, (a, b) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+                numbers.at(index * len(a))
+                losses.append(loss(one(a), b) / parts)
+            sum(losses).backward()
+            expected.append(float(sum(losses)))
+            optimizer.step()
+            optimizer.zero_grad()
     return (
         max(abs(a - b) for a, b in zip(found, expected, strict=True)),
         max(float((value - trained[name]).abs().max()) for name, value in one.state_dict().items()),

@@ -6,6 +6,7 @@ Gloo, but
 
 - an output is NaN (or another value that is not right) until its own call is waited for;
 - an input is read when the call runs, and must be until its ``wait`` what it was at the call;
+- memory of an input or an output may not be given back before that ``wait``, nor taken again;
 - tensors are contiguous, of types that NCCL has, and on the device that the group is made for;
 - one thread at a time makes calls;
 - all ranks of a group make the same calls in the same order.
@@ -17,6 +18,7 @@ wait for ever, until the timeout, where the orders of their calls contradict eac
 import pickle
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from tensorshard.torch_private.tensors import watched_resizes
 
 NAME = "strict_nccl"
 
@@ -108,6 +112,13 @@ class _Queue:
 
 
 _queue = _Queue()
+_under_way: weakref.WeakSet["_Call"] = weakref.WeakSet()  # those that nobody has waited for
+
+
+def _check_resize(storage: torch.UntypedStorage) -> None:
+    for call in list(_under_way):
+        if storage._cdata in call.storages:
+            raise BrokenRuleError(f"memory of {call.described} was given back before it was waited for")
 
 
 class _Call(dist.distributed_c10d.Work):
@@ -145,6 +156,8 @@ class _Call(dist.distributed_c10d.Work):
         with torch.no_grad():
             for output, poison in zip(self._outputs, self._poison, strict=True):
                 output.copy_(poison)
+        self.storages = {t.untyped_storage()._cdata for t in (*inputs, *outputs) if t.numel()}
+        _under_way.add(self)
         self._results: Sequence[torch.Tensor] = ()
         self.has_run = self._published = False
         self.batch = _queue.batches if _queue.in_batch else None
@@ -180,6 +193,7 @@ class _Call(dist.distributed_c10d.Work):
 
     def _publish(self) -> None:
         self._published = True
+        _under_way.discard(self)
         with torch.no_grad():
             for output, poison, result in zip(self._outputs, self._poison, self._results, strict=True):
                 if output.untyped_storage().nbytes() < output.nbytes:
@@ -461,6 +475,10 @@ def register() -> None:
     """Makes the backend known to torch, once a process."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=["cpu"])
+        _watched_resizes.__enter__()  # as long as the process lives
+
+
+_watched_resizes = watched_resizes(_check_resize)
 
 
 @contextmanager

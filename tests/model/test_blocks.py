@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import parity
-from tensorshard.data_parallel.fully_sharded import shard_units
+from tensorshard.data_parallel.sharding_units import shard_units
 from tensorshard.model.blocks import find_blocks, select_modules
 
 

@@ -145,8 +145,10 @@ def _pretend(stack: ExitStack, world_size: int) -> None:
     ]
     for module, name, value in replaced:
         stack.enter_context(mock.patch.object(module, name, value))
-    streams = build.RandomStreams
-    on_cpu = mock.patch.object(build, "RandomStreams", lambda seed, _: streams(seed, torch.device("cpu")))
+    random = build.EngineRandom
+    on_cpu = mock.patch.object(
+        build, "EngineRandom", lambda seed, place, _, **more: random(seed, place, torch.device("cpu"), **more)
+    )
     stack.enter_context(on_cpu)
     stack.enter_context(fake_world(world_size - 1, world_size, "fake"))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
 from tensorshard import Offload
 from tensorshard.offload.offloaded_parameters import OffloadedParameters, ParameterUnit
@@ -17,6 +18,12 @@ def _parameters(folder, tier: str = "disk") -> tuple[OffloadedParameters, Tiers,
     tiers = Tiers(Offload(optimizer="cpu", parameters=tier, path=str(folder)))
     torch.manual_seed(0)
     return OffloadedParameters(tiers), tiers, [[torch.randn(size) for size in sizes] for sizes in SIZES]
+
+
+def _unit(parameters: OffloadedParameters, shards: list[torch.Tensor]) -> ParameterUnit:
+    kept = [parameters.keep(shard) for shard in shards]
+    masters = [nn.Parameter(shown) for shown, _ in kept]
+    return parameters.unit(masters, [place for _, place in kept], [shard.dtype for shard in shards])
 
 
 def _pass(parameters: OffloadedParameters, units: list[ParameterUnit], phase: str) -> list[list[torch.Tensor]]:
@@ -34,7 +41,7 @@ def _same(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 def test_units_are_read_as_they_are_in_any_order(tmp_path, tier):
     parameters, _, values = _parameters(tmp_path, tier)
-    units = [parameters.add(shards) for shards in values]
+    units = [_unit(parameters, shards) for shards in values]
     for order in ([0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 2, 1], [3, 1]):  # learned, then another
         parameters.begin()
         assert _same(_pass(parameters, [units[i] for i in order], "forward"), [values[i] for i in order])
@@ -45,7 +52,7 @@ def test_units_are_read_as_they_are_in_any_order(tmp_path, tier):
 
 def test_the_next_unit_is_read_ahead_and_memory_is_used_again(tmp_path, monkeypatch):
     parameters, _, values = _parameters(tmp_path)
-    units = [parameters.add(shards) for shards in values]
+    units = [_unit(parameters, shards) for shards in values]
     for _ in range(2):
         parameters.begin()
         _pass(parameters, units, "forward")
@@ -68,7 +75,7 @@ def test_the_next_unit_is_read_ahead_and_memory_is_used_again(tmp_path, monkeypa
 
 def test_a_failure_is_kept_until_it_is_asked_for(tmp_path, monkeypatch):
     parameters, tiers, values = _parameters(tmp_path)
-    units = [parameters.add(shards) for shards in values]
+    units = [_unit(parameters, shards) for shards in values]
 
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -33,7 +33,11 @@ def _estimated(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "collective"), [(False, "all_reduce"), (True, "reduce_scatter")], ids=["whole", "shards"]
+    ("sequence_parallel", "collective"),
+    [
+        pytest.param(False, "all_reduce", id="whole", marks=pytest.mark.slow),
+        pytest.param(True, "reduce_scatter", id="shards"),
+    ],
 )
 def test_no_product_and_no_sum_over_ranks_is_computed_again(sequence_parallel, collective):
     none, selective, full = (

@@ -35,7 +35,7 @@ def test_stages_that_send_shards_train_as_one_process_does(ranks, case):
     parity.assert_same(found[0], expected, 1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_messages_and_what_is_kept_are_shards(recompute):
     def of(*, sequence_parallel: bool) -> Any:
         plan = ts.Plan(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import parity
 import table_models
@@ -166,3 +167,36 @@ def test_what_cannot_be_split_is_refused(ranks):
 
 def _gpt() -> nn.Module:
     return parity.build("gpt")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self._inner, x, use_reentrant=self.reentrant)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _checkpointed(reentrant: bool, fields: dict[str, Any]) -> list[float] | str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), *(Checkpointed(reentrant) for _ in range(3)))
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+    try:
+        plan = ts.Plan(**fields)
+        engine = ts.parallelize(model, plan, optimizer=adamw, loss_fn=nn.functional.mse_loss, sample_inputs=x)
+        return [engine.step(x, torch.zeros(4, 6, 16)).item() for _ in range(3)]
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def test_reentrant_checkpoints_of_the_models_own_are_refused(ranks):
+    fields = dict(tp=2, sequence_parallel=True)
+    assert ranks(2, _checkpointed, False, fields)[0] == pytest.approx(ranks(1, _checkpointed, False, {})[0], rel=1e-5)
+    for message in ranks(2, _checkpointed, True, fields):
+        assert "use_reentrant=True" in message and "Plan(recompute='full')" in message

@@ -2,13 +2,11 @@
 
 import ast
 import importlib.util
-import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import dedent
 from types import FunctionType
 from typing import TypeGuard
 
@@ -17,9 +15,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 import tensorshard
@@ -80,7 +75,6 @@ class _Classes:
 
     def __init__(self, trees: list[ast.Module]) -> None:
         self._classes: dict[str, list[_Class]] = {}
-        self.public_names = {name for tree in trees for name in _public_names_of_classes(tree)}
         for tree in trees:
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
@@ -94,20 +88,6 @@ class _Classes:
         for entry in self._classes.get(name, ()):
             names |= entry.names.union(*(self.of(base) for base in entry.bases))
         return names
-
-
-def _public_names_of_classes(tree: ast.Module) -> Iterator[str]:
-    """What classes of ours call their methods, fields and attributes."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield from (item.name for item in node.body if isinstance(item, ast.FunctionDef))
-            yield from (
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            )
-        elif _is_stored(node):
-            yield node.attr
 
 
 def _defined_by(node: ast.ClassDef) -> set[str]:
@@ -125,22 +105,8 @@ def _is_self(node: ast.expr) -> bool:
     return of_super or (isinstance(node, ast.Name) and node.id in ("self", "cls"))
 
 
-def _attributes(cls: type) -> set[str]:
-    """The public names of a class of torch that is private itself: of its methods, and of what these set."""
-    stored = {node.attr for node in ast.walk(ast.parse(dedent(inspect.getsource(cls)))) if _is_stored(node)}
-    return {name for name in (*dir(cls), *stored) if not name.startswith("_")}
-
-
 def _is_stored(node: ast.AST) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value)
-
-
-# What only private classes of torch have, by any name.
-_OF_PRIVATE_CLASSES = set().union(*map(_attributes, (FSDPParamGroup, FSDPParam))) - {
-    name
-    for thing in (nn.Module(), torch.empty(0), DTensor, DeviceMesh, ProcessGroup, FSDPModule, MixedPrecisionPolicy)
-    for name in (*dir(thing), *getattr(thing, "__dataclass_fields__", ()))
-}
 
 
 class _Uses(ast.NodeVisitor):
@@ -176,8 +142,6 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if _is_private(node.attr) and not self._is_ours(node):
-            self._note(node, node.attr)
-        if node.attr in _OF_PRIVATE_CLASSES - self._classes.public_names:
             self._note(node, node.attr)
         self.generic_visit(node)
 
@@ -238,8 +202,6 @@ def test_nothing_private_of_torch_is_used_elsewhere():
         ("class A:\n def _f(self): pass\nclass B:\n def g(self): return super()._f()", "_f"),
         ("def f(module): return getattr(module, '_forward_hooks')", "_forward_hooks"),
         ("def f(layer): return getattr(layer, '_reset_parameters', None)", "_reset_parameters"),
-        ("def f(group): return group.fsdp_params", "fsdp_params"),
-        ("def f(member): return member.unsharded_accumulated_grad", "unsharded_accumulated_grad"),
         ("import logging\nlogging.getLogger('torch._subclasses.fake_tensor')", "torch._subclasses.fake_tensor"),
     ],
 )

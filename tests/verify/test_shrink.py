@@ -1,6 +1,7 @@
 """Small models and batches that stand for large ones."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from tensorshard.models.gpt import GPT
 from tensorshard.verify.shrink import Shrunk, shrink
 
 PLAN = ts.Plan(dp_shard=2, tp=2, pp=2, micro_batches=2).resolve(8)
+BY_RANK = replace(PLAN, random="by_rank")
 SAMPLES = 8  # two for each data rank and micro-batch
 
 
@@ -43,18 +45,18 @@ CASES: dict[str, tuple[Any, Any, Any, list[str]]] = {
     ),
     "GPT-2": (
         partial(_transformers, "GPT2LMHeadModel", n_layer=6, vocab_size=1001), _IDS, _tokens(1000),
-        ["3 of 6 blocks", "width 64 of 768, 4 of 12 heads", "vocabulary 65 of 1001", "dropout off"],
+        ["3 of 6 blocks", "width 64 of 768, 4 of 12 heads", "vocabulary 65 of 1001"],
     ),
     "BERT": (
         partial(_transformers, "BertForSequenceClassification", **_SIZES, vocab_size=1000),
         {**_IDS, "attention_mask": torch.ones(4, 100, dtype=torch.long)}, _CLASSES,
-        ["3 of 8 blocks", "width 64 of 512, 4 of 8 heads", "vocabulary 64 of 1000", "dropout off"],
+        ["3 of 8 blocks", "width 64 of 512, 4 of 8 heads", "vocabulary 64 of 1000"],
     ),
     "T5": (
         partial(_transformers, "T5ForConditionalGeneration", num_layers=6, num_decoder_layers=4, vocab_size=1000),
         {**_IDS, "decoder_input_ids": _tokens(1000, positions=50)}, _tokens(1000, positions=50),
         ["4 of 10 blocks (2 of 6 in encoder.block, 2 of 4 in decoder.block)", "width 64 of 512, 4 of 8 heads",
-         "vocabulary 64 of 1000", "dropout off", "14 of 50 positions", "24 of 100 positions"],
+         "vocabulary 64 of 1000", "14 of 50 positions", "24 of 100 positions"],
     ),
     "Mixtral": (
         partial(_transformers, "MixtralForCausalLM", **_LLAMA), _IDS, _tokens(1000),
@@ -150,15 +152,19 @@ def _gpt(depth: int = 6, dropout: float = 0.1) -> nn.Module:
     return GPT(64, 64, depth, 4, 32, dropout=dropout)
 
 
-def test_other_models_have_fewer_blocks_and_their_own_weights() -> None:
+@pytest.mark.parametrize("plan", [PLAN, BY_RANK], ids=["same", "by_rank"])
+def test_other_models_have_fewer_blocks_and_their_own_weights(plan) -> None:
     whole = _gpt()
     before = copy.deepcopy(whole.state_dict())
-    small = shrink(whole, PLAN, _tokens(64, positions=50), _tokens(64, positions=50))
-    assert small.said[:2] == ["3 of 6 blocks", "dropout off: ranks draw other random numbers"]
+    small = shrink(whole, plan, _tokens(64, positions=50), _tokens(64, positions=50))
+    assert small.said[0] == "3 of 6 blocks"
+    drops = plan is PLAN
+    assert drops != ("dropout off: ranks draw other random numbers" in small.said)
     assert "14 of 50 positions" in small.said
     model = _assert_runs(small)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
+    rate = 0.1 if drops else 0.0
+    assert all(module.p == rate for module in model.modules() if isinstance(module, nn.Dropout))
     assert any(module.p == 0.1 for module in whole.modules() if isinstance(module, nn.Dropout))
     with torch.no_grad():
         next(iter(model.parameters())).zero_()
@@ -216,7 +222,7 @@ def test_frozen_blocks_stay_beside_trained_ones() -> None:
 def test_layers_of_other_sizes_all_stay() -> None:
     whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.Dropout(0.5), nn.Linear(12, 4))
     small = shrink(whole, PLAN, torch.ones(4, 8), torch.ones(4, 4))
-    assert small.said[:2] == ["all 3 blocks", "dropout off: ranks draw other random numbers"]
+    assert small.said[0] == "all 3 blocks"
     _assert_runs(small)
 
 
@@ -253,9 +259,10 @@ def test_random_numbers_beside_dropouts_are_named() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x + torch.randn_like(x))
 
-    said = shrink(Noisy(), PLAN, torch.ones(4, 8), torch.ones(4, 8)).said
+    said = shrink(Noisy(), BY_RANK, torch.ones(4, 8), torch.ones(4, 8)).said
     assert said[-1].startswith("its forward draws random numbers that are not dropout's")
-    assert not any("draws" in one for one in shrink(_Alternating(), PLAN, torch.ones(4, 8), torch.ones(4, 8)).said)
+    for model, plan in ((_Alternating(), BY_RANK), (Noisy(), PLAN)):
+        assert not any("draws" in one for one in shrink(model, plan, torch.ones(4, 8), torch.ones(4, 8)).said)
 
 
 def test_no_two_samples_are_equal_and_lengths_divide_as_before() -> None:

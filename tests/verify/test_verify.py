@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import tensorshard as ts
 from injected_faults import FAULTS, Transformer, batch, planted, token_loss
@@ -31,6 +32,20 @@ CASES = (
 )
 
 
+class Dropping(Transformer):
+    """Each block, which stages may have, and functional code drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(block, nn.Dropout(0.2)) for block in self.blocks)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.embedding(tokens), 0.2, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 def _verify(plan: ts.Plan, model: Any = Transformer, **options: Any) -> ts.Verification:
     inputs, targets = batch()
     given = {"inputs": inputs, "targets": targets, "optimizer": ADAMW, "loss_fn": token_loss, **options}
@@ -50,7 +65,7 @@ def _verify(plan: ts.Plan, model: Any = Transformer, **options: Any) -> ts.Verif
     ],
 )
 def test_exact_plans(fields):
-    found = _verify(ts.Plan(**fields))
+    found = _verify(ts.Plan(**fields), Dropping)
 
     assert found, found.describe()
     assert found.culprit is None and len(found.hash) == 16

@@ -6,6 +6,7 @@ from functools import partial
 from drawings.bars import bar_groups, checkpoint_groups, draw_bars
 from drawings.context import draw_context, draw_longest, longest_group
 from drawings.diagrams import draw_imports, draw_step
+from drawings.dropout import draw_dropout
 from drawings.held import draw_held
 from drawings.memory import draw_memory
 from drawings.mesh import draw_experts, draw_mesh
@@ -36,6 +37,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
         area=230,
     ),
     "held.svg": draw_held,
+    "dropout.svg": draw_dropout,
     "schedules.svg": draw_schedules,
     "overlap.svg": draw_overlap,
     "table.svg": draw_table,

@@ -21,7 +21,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.quantized import quantized_parameters
 from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.plan import AXES, Plan
+from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import TemporaryCopy
 from tensorshard.weights.files.checkpoint_files import OpenCheckpoint
 from tensorshard.weights.files.export import write_configs
@@ -455,66 +455,14 @@ class NumbersPart(Part):
                 state.load_state_dict(entry)
 
 
-class Streams(Protocol):
-    """Random streams, by the types of their devices."""
+class LayoutPart(Part):
+    """The plan under which a checkpoint was written, for people."""
 
-    def states(self) -> dict[str, torch.Tensor]: ...
-
-    def load_states(self, states: dict[str, torch.Tensor]) -> None: ...
-
-    def begin(self, step: int) -> None: ...
-
-
-class RandomPart(Part):
-    """The random streams of each rank, ``generator.DEVICE.RANK``, and the layout under which they were drawn from."""
-
-    def __init__(self, streams: Streams, plan: Plan, mesh: Mesh) -> None:
-        self._streams = streams
-        self._plan = plan
-        self._mesh = mesh
-        self._states: dict[str, torch.Tensor] = {}  # that are being read
-
-    def _key(self, device: str) -> str:
-        return f"generator.{device}.{self._mesh.rank}"
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self._plan, self._mesh = plan, mesh
 
     def entries(self) -> dict[str, Any]:
         return {"plan": self._plan.to_dict(), "world_size": self._mesh.world_size}
-
-    def tensors(self) -> dict[str, Any]:
-        return {self._key(device): state for device, state in self._streams.states().items()}
-
-    def room(self, stored: Stored, copy: TemporaryCopy) -> dict[str, Any]:
-        """Room for the stored state of each of this rank's random streams; {} if the checkpoint has another layout.
-
-        The layout decides which ranks draw the same random numbers. With the streams of two data ranks, for example,
-        two tensor-parallel ranks would drop different elements of one activation.
-        """
-        self._states = {}
-        if "imported" in stored.document:
-            return {}
-        there = stored.metadata.state_dict_metadata
-        axes = {axis: (stored.document["plan"].get(axis), getattr(self._plan, axis)) for axis in AXES}
-        changed = [f"{axis}={old} then and {new} now" for axis, (old, new) in axes.items() if old != new]
-        devices = list(self._streams.states())
-        if not changed and all(self._key(device) in there for device in devices):
-            for device in devices:
-                entry = there[self._key(device)]
-                assert isinstance(entry, TensorStorageMetadata)
-                self._states[device] = torch.empty(entry.size, dtype=torch.uint8)
-        elif self._mesh.rank == 0:
-            logger.warning(
-                "the checkpoint's random state is not restored, because the layout has changed (%s); dropout goes on "
-                "with random numbers from the seed and the step",
-                ", ".join(changed) or "on other devices",
-            )
-        return {self._key(device): state for device, state in self._states.items()}
-
-    def restore(self, stored: Stored) -> None:
-        states, self._states = self._states, {}
-        if states:
-            self._streams.load_states(states)
-        else:
-            self._streams.begin(stored.document["step_count"])
 
 
 def in_pieces(sharded: ShardedModel, name: str, tensor: torch.Tensor) -> Any:

@@ -42,7 +42,7 @@ except ImportError as error:
 _REFUSED = {
     "deepspeed_plugin": "Plan.from_deepspeed(config) makes a Plan of its config",
     "deepspeed_plugins": "Plan.from_deepspeed(config) makes a Plan of its config",
-    "fsdp_plugin": "Plan(zero=3) is FSDP2; Plan.from_fsdp(options) makes a Plan of its options",
+    "fsdp_plugin": "Plan(zero=3) does what FSDP2 does; Plan.from_fsdp(options) makes a Plan of its options",
     "megatron_lm_plugin": "Plan(tp=, pp=) splits your own model",
     "torch_tp_plugin": "Plan(tp=) splits any model",
     "parallelism_config": "Plan(dp_replicate=, dp_shard=, cp=, tp=) has the same degrees",

@@ -34,7 +34,7 @@ _FOLDER = "engine"  # of the Engine's checkpoint, in a folder "checkpoint-N"
 
 # Arguments that ask for another way to lay out or compute the model, and what does it here.
 _REFUSED = {
-    "fsdp": "Plan(zero=3) is FSDP2; Plan.from_fsdp(options) makes a Plan of fsdp_config",
+    "fsdp": "Plan(zero=3) does what FSDP2 does; Plan.from_fsdp(options) makes a Plan of fsdp_config",
     "deepspeed": "Plan.from_deepspeed(config) makes a Plan of it",
     "parallelism_config": "Plan(dp_replicate=, dp_shard=, cp=, tp=) has the same degrees",
     "torch_compile": "Plan(compile=True) compiles the model's blocks",

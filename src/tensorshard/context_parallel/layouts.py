@@ -74,6 +74,7 @@ class SequenceLayout(PositionLists):
         factors: (outer, layout, inner) if the dimension is a flattened [outer, sequence, inner].
         is_home: whether a sequence has this layout by choice, and not for a while only (:func:`elsewhere`).
         origin: the layout of the sequence of which this is a share (:func:`shares`).
+        of_origin: which of its positions those of this one are; None without an origin.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class SequenceLayout(PositionLists):
         factors: "tuple[int, SequenceLayout, int] | None" = None,
         is_home: bool = True,
         origin: "SequenceLayout | None" = None,
+        of_origin: Array | None = None,
     ) -> None:
         super().__init__(runs)
         self.length = sum(self.sizes)
         self.factors = factors
         self.is_home = is_home
-        self.origin = origin
+        self.origin, self.of_origin = origin, of_origin
         root = factors and (factors[0], factors[1]._identity, factors[2])
         self._identity = (self.key, root, is_home, origin and origin._identity)
 
@@ -214,7 +216,7 @@ def shares(layout: SequenceLayout, parts: int) -> tuple[list[list[int]], list[Se
         ]
         every = np.sort(np.concatenate(held_by))
         runs = [runs_of(np.searchsorted(every, each)) for each in held_by]
-        layouts.append(SequenceLayout(runs, None, layout.is_home, layout))
+        layouts.append(SequenceLayout(runs, None, layout.is_home, layout, every))
     return sizes, layouts
 
 

@@ -3,7 +3,8 @@
 Also here: the averaging of one bucket's gradients over the data ranks.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from tensorshard.comm.collectives import Started, all_reduce_several, reduce_scatter_several
 from tensorshard.comm.world import world
-from tensorshard.data_parallel.replicated_parameter import ReplicatedParameter
+from tensorshard.data_parallel.zero_parameter import ZeroParameter
 from tensorshard.torch_private.coalescing import chunk_cat, unflatten
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.operators import foreach_mul_
@@ -24,11 +25,15 @@ LEAST_BYTES = 1 << 20
 """Units that follow each other travel together until they have this many bytes of parameters. What a message costs
 does not depend on its size below that."""
 
+DEBUG_VARIABLE = "TENSORSHARD_DEBUG_WEIGHTS"
+"""Set to 1 in the environment, it fills weights with NaN until they have arrived, so that early reads show. ZeRO 3 then
+gathers small units by themselves, too."""
+
 MOST_BYTES = 4 << 30
 """Messages whose memory is given back when they are waited for take no more than this together, unless it is one."""
 
 _IS_TRAINED = attrgetter("requires_grad")
-Gradients = Mapping[ReplicatedParameter, torch.Tensor | None]
+Gradients = Mapping[ZeroParameter, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Gather:
     """
 
     transfer: Started
-    packed: list[ReplicatedParameter]
+    packed: list[ZeroParameter]
     parts: torch.Tensor | None
 
     @property
@@ -53,15 +58,15 @@ class Gather:
 class Bucket:
     """The parameters of one unit whose gradients go to the same ranks, and the state of their transfers."""
 
-    def __init__(self, parameters: list[ReplicatedParameter]) -> None:
+    def __init__(self, parameters: list[ZeroParameter]) -> None:
         self.parameters = parameters
         self.alone = [p for p in parameters if p.even and p.storage.nbytes >= ALONE_BYTES]
         self.packed = [p for p in parameters if p not in self.alone]
         self.packed_chunk = sum(p.chunk for p in self.packed)
         self.numel = sum(p.storage.numel() for p in parameters)
         self._all_flags: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.ready: set[ReplicatedParameter] = set()
-        self.last: ReplicatedParameter | None = None  # whose gradient came last in a backward; None if not all came
+        self.ready: set[ZeroParameter] = set()
+        self.last: ZeroParameter | None = None  # whose gradient came last in a backward; None if not all came
         self._templates: list[torch.Tensor] | None = None
         self.gathering: list[Gather] = []
         self.update_pending = False  # an update of its master weights goes on, and forwards do not have it yet
@@ -70,24 +75,25 @@ class Bucket:
         """This rank's part of the `packed` message: the gradients of its parameters, and the flags behind them."""
         if self._templates is None:
             one = packed.new_empty(())
-            shapes = [*(p.message_shape for p in self.packed), (len(self.parameters) + 1,)]
+            shapes = [*(p.message_shape for p in self.packed), (len(self.parameters) + 2,)]
             self._templates = [one.expand(shape) for shape in shapes]
         *gradients, flags = unflatten(packed, self._templates)
         return gradients, flags
 
     def flags(
-        self, ranks: int, dtype: torch.dtype, missing: Collection[ReplicatedParameter], wrote: bool
+        self, ranks: int, dtype: torch.dtype, missing: Collection[ZeroParameter], wrote: bool, differed: bool
     ) -> torch.Tensor:
-        """[ranks, parameters + 1], all rows equal: 1 for each parameter that is not `missing`, and whether this rank
-        `wrote` parameters."""
+        """[ranks, parameters + 2], all rows equal: 1 for each parameter that is not `missing`, whether this rank
+        `wrote` parameters, and whether it `differed` from the order of units."""
         flags = self._all_flags.get((ranks, dtype))
         if flags is None:
-            flags = torch.ones((ranks, len(self.parameters) + 1), dtype=dtype, device=self.parameters[0].storage.device)
-            flags[:, -1] = 0.0
+            flags = torch.ones((ranks, len(self.parameters) + 2), dtype=dtype, device=self.parameters[0].storage.device)
+            flags[:, -2:] = 0.0
             self._all_flags[ranks, dtype] = flags
-        if missing or wrote:
+        if missing or wrote or differed:
             flags = flags.clone()
-            flags[:, -1] = float(wrote)
+            flags[:, -2] = float(wrote)
+            flags[:, -1] = float(differed)
             for i, p in enumerate(self.parameters):
                 if p in missing:
                     flags[:, i] = 0.0
@@ -100,6 +106,7 @@ class Buckets:
     Args:
         units: lists of modules whose parameters travel together.
         before_change: called before parameters move to other buckets.
+        apart: parameters that count as in no unit, at ZeRO 3; None below.
 
     Attributes:
         computes: what forwards compute with, of all parameters.
@@ -110,6 +117,7 @@ class Buckets:
         of_units: the buckets by these indices, in their order.
         trained: the same buckets.
         frozen: the parameters that are not trained.
+        least_bytes: units that follow each other travel together until they have so many.
         bucket_of: the bucket of each trained parameter.
         backward_order: the buckets in the order in which gradients are reduced.
         launched: how many of these are reduced already in the backward that is running.
@@ -117,11 +125,15 @@ class Buckets:
 
     def __init__(
         self,
-        parameters: Iterable[ReplicatedParameter],
+        parameters: Iterable[ZeroParameter],
         units: list[list[nn.Module]],
         before_change: Callable[[], None],
+        *,
+        apart: Container[nn.Parameter] | None = None,
     ) -> None:
         self._parameters = list(parameters)
+        self._apart = apart
+        self.least_bytes = 0 if apart is not None and debugs_weights() else LEAST_BYTES
         self.in_units = range(2 * len(units))
         self._before_change = before_change
         self.computes = [p.compute for p in self._parameters]
@@ -129,22 +141,29 @@ class Buckets:
         self.unit_of = self._assign(units)
         self.arrange()
 
-    def _assign(self, units: list[list[nn.Module]]) -> dict[ReplicatedParameter, int]:
+    def _assign(self, units: list[list[nn.Module]]) -> dict[ZeroParameter, int]:
         """The index of each parameter's bucket, that of its unit or of an earlier one with which that is joined, where
         they are small. Two more units are for parameters in no unit: those before the first unit, and the others."""
         by_compute = {p.compute: p for p in self._parameters}
-        unit_of: dict[ReplicatedParameter, int] = {}
+        unit_of: dict[ZeroParameter, int] = {}
         for index, unit in enumerate(units):
             for module in unit:
                 for compute in module.parameters():
                     if compute in by_compute:
                         unit_of.setdefault(by_compute[compute], index)
+        if self._apart is not None:
+            unit_of = {p: unit for p, unit in unit_of.items() if p.compute not in self._apart}
         seen_unit = False
         for p in self._parameters:
             seen_unit = seen_unit or p in unit_of
             unit_of.setdefault(p, len(units) if seen_unit else -1)
         self.outside = {p for p, unit in unit_of.items() if not 0 <= unit < len(units)}
-        first_of = _joined(unit_of)
+        if self._apart is not None:  # those in no unit are gathered at other times
+            in_units = {p: unit for p, unit in unit_of.items() if p not in self.outside}
+            first_of = _joined(in_units, self.least_bytes)
+            first_of.update({-1: len(units), len(units): len(units)})
+        else:
+            first_of = _joined(unit_of, self.least_bytes)
         return {p: 2 * first_of[unit_of[p]] + p.is_expert for p in self._parameters}
 
     def arrange(self) -> None:
@@ -156,7 +175,7 @@ class Buckets:
         if self._trained is not None:
             self._before_change()
         self._trained = trained
-        members: dict[int, list[ReplicatedParameter]] = {}
+        members: dict[int, list[ZeroParameter]] = {}
         frozen = []
         for p, is_trained in zip(self._parameters, trained, strict=True):
             if p.master is not p.compute:
@@ -178,15 +197,20 @@ class Buckets:
         return [*rest, *(bucket for index, bucket in self.of_units.items() if index in self.in_units)]
 
 
-def _joined(unit_of: Mapping[ReplicatedParameter, int]) -> dict[int, int]:
-    """For each unit, the first of those that travel with it: see :data:`LEAST_BYTES`."""
+def debugs_weights() -> bool:
+    """Whether :data:`DEBUG_VARIABLE` is set."""
+    return os.environ.get(DEBUG_VARIABLE) == "1"
+
+
+def _joined(unit_of: Mapping[ZeroParameter, int], least: int) -> dict[int, int]:
+    """For each unit, the first of those that travel with it until they have at least so many bytes."""
     nbytes = dict.fromkeys(sorted(set(unit_of.values())), 0)
     for p, unit in unit_of.items():
         nbytes[unit] += p.storage.nbytes
     first_of: dict[int, int] = {}
-    first, held = 0, LEAST_BYTES
+    first, held = 0, least
     for unit in nbytes:
-        if held >= LEAST_BYTES:
+        if held >= least:
             first, held = unit, 0
         first_of[unit] = first
         held += nbytes[unit]
@@ -210,9 +234,18 @@ class Reduction:
     """
 
     @torch.no_grad()
-    def __init__(self, bucket: Bucket, gradients: Gradients, dtype: torch.dtype, scale: float, wrote: bool) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        gradients: Gradients,
+        dtype: torch.dtype,
+        scale: float,
+        wrote: bool,
+        differed: bool = False,
+    ) -> None:
         self._groups, self.is_of_experts = bucket.parameters[0].groups, bucket.parameters[0].is_expert
         self._scale = scale
+        self._differed = differed
         self.bucket = bucket
         self._missing = {p for p, gradient in gradients.items() if gradient is None}
         messages = [self._message_of(p, gradients[p], dtype) for p in bucket.alone]
@@ -222,10 +255,11 @@ class Reduction:
         self._messages: list[torch.Tensor] | None = None  # while the sum between replicas has yet to begin
         self._within_replica = self._start(messages)
         self.writers: torch.Tensor | None = None
+        self.differed: torch.Tensor | None = None
 
-    def _message_of(self, p: ReplicatedParameter, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def _message_of(self, p: ZeroParameter, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         if gradient is None:
-            gradient = torch.zeros_like(p.compute)
+            gradient = _zeros(p)
         return gradient.to(_travelling(gradient.dtype, dtype)).contiguous().view(-1)
 
     def _pack(self, gradients: Gradients, dtype: torch.dtype, wrote: bool) -> torch.Tensor:
@@ -237,10 +271,10 @@ class Reduction:
         for p in bucket.packed:
             gradient = gradients[p]
             if p.chunk:
-                packed.append(p.chunked(torch.zeros_like(p.compute) if gradient is None else gradient))
+                packed.append(p.chunked(_zeros(p) if gradient is None else gradient))
         if len({one.dtype for one in packed}) > 1:
             packed = [one.to(dtype) for one in packed]
-        flags = bucket.flags(num_shards, packed[0].dtype if packed else dtype, self._missing, wrote)
+        flags = bucket.flags(num_shards, packed[0].dtype if packed else dtype, self._missing, wrote, self._differed)
         message = flags.new_empty((num_shards, bucket.packed_chunk + flags.size(1)), dtype=dtype)
         chunk_cat([*packed, flags], num_shards, message)
         return message.view(-1)
@@ -285,14 +319,18 @@ class Reduction:
         if self._scale != 1.0:
             foreach_mul_(list(self._shards), self._scale)
         parts, flags = bucket.unpacked(packed)
-        self.writers = flags[-1]
+        self.writers, self.differed = flags[-2], flags[-1]
         absent = self._missing
         if absent and not world().is_simulated:  # simulated ranks use the same parameters
-            counts = flags[:-1].tolist()
+            counts = flags[:-2].tolist()
             absent = {p for p, count in zip(bucket.parameters, counts, strict=True) if count <= 0.0}
         for p, part in zip((*bucket.packed, *bucket.alone), (*parts, *alone), strict=True):
             if p not in absent:
                 p.set_gradient(part)
+
+
+def _zeros(p: ZeroParameter) -> torch.Tensor:
+    return p.storage.new_zeros(p.compute.shape)
 
 
 def _travelling(dtype: torch.dtype, requested: torch.dtype) -> torch.dtype:

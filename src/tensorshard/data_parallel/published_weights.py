@@ -10,7 +10,6 @@ when their ``data`` are taken, and one that was given other memory (``p.data = .
 compared with those after the last publication: before a forward, and before an update.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -22,17 +21,18 @@ from torch.autograd.graph import increment_version
 
 from tensorshard.comm.collectives import all_gather_several
 from tensorshard.common.never_compiled import never_compiled
-from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Gather
-from tensorshard.data_parallel.replicated_parameter import (
+from tensorshard.data_parallel.averaged_gradients import AveragedInUsersCode
+from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Gather, debugs_weights
+from tensorshard.data_parallel.sharded_parameter import ReadInFull, ShardedParameter
+from tensorshard.data_parallel.written_values import compare_fingerprints, fingerprint, gather_flags
+from tensorshard.data_parallel.zero_parameter import (
     Groups,
-    ReplicatedParameter,
+    ZeroParameter,
     note_published,
     show_master,
     with_written_masters,
     written,
 )
-from tensorshard.data_parallel.sharded_parameter import ReadInFull, ShardedParameter
-from tensorshard.data_parallel.unit_values import compare_fingerprints, fingerprint, gather_flags
 from tensorshard.model.watched_parameters import METADATA, Watch, note_data, unwatch, watch
 from tensorshard.plan.storage import UpdateProgress
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
@@ -40,9 +40,6 @@ from tensorshard.torch_private.dtensor import shards_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.operators import foreach_copy_
 from tensorshard.torch_private.tensors import storage_owners
-
-DEBUG_VARIABLE = "TENSORSHARD_DEBUG_WEIGHTS"
-"""Set to 1 in the environment, it fills weights with NaN until they have arrived, so that early reads show."""
 
 
 class PublishedWeights:
@@ -54,11 +51,13 @@ class PublishedWeights:
 
     Attributes:
         written: the parameters that user code has written since :meth:`compare_written`.
+        averaged: makes the user's code find averages in ``torch.autograd.grad``.
+        averaged_by_compute: the parameters whose gradients are averaged, by what forwards compute with.
         masters: the master weights that are sharded, as the user's code finds them in the optimizer's groups.
         update: the one that goes on in the background; None without offload's overlap.
     """
 
-    def __init__(self, parameters: Iterable[ReplicatedParameter], groups: Groups) -> None:
+    def __init__(self, parameters: Iterable[ZeroParameter], groups: Groups) -> None:
         self._parameters = list(parameters)
         self._groups = groups
         self._awaited: dict[Bucket, _Arrival] = {}
@@ -66,17 +65,20 @@ class PublishedWeights:
         self._awaiting_update: deque[Bucket] = deque()  # whose update goes on, in the same order on all ranks
         self._copied: Container[torch.Tensor] = ()  # of these
         self.update: UpdateProgress | None = None
-        self.written: dict[ReplicatedParameter, None] = {}
+        self.written: dict[ZeroParameter, None] = {}
         self._with_masters = [p for p in self._parameters if p.master is not p.compute]
         self._masters_themselves = [p for p in self._parameters if p.master is p.compute]
-        self._fills = os.environ.get(DEBUG_VARIABLE) == "1"
+        self._fills = debugs_weights()
         self._are_real = not any(isinstance(p.storage, FakeTensor) for p in self._parameters)
         note_published(self._parameters)
         for p in self._parameters:
             if self._are_real:
-                note_data(p.compute)
+                note_data(p.compute, p.name)
                 show_master(p)
             p.count_owners()
+        averaged = self._parameters if groups.communicate else []
+        self.averaged_by_compute: dict[nn.Parameter, ZeroParameter] = {p.compute: p for p in averaged}
+        self.averaged = AveragedInUsersCode(self.averaged_by_compute if self._are_real else {})
         self.masters = ReadInFull(p.master for p in self._parameters if isinstance(p.master, ShardedParameter))
 
     # -- after an update --
@@ -119,7 +121,7 @@ class PublishedWeights:
             p.is_awaited = False
             unwatch(p.compute, arrival)
 
-    def _gather(self, bucket: Bucket) -> None:
+    def _gather(self, bucket: Bucket, what: str = "") -> None:
         if self._fills and self._are_real:
             for p in bucket.parameters:
                 p.forget_other_parts()
@@ -135,7 +137,7 @@ class PublishedWeights:
                 inputs.append(torch.cat([p.mine for p in packed]))
                 parts = inputs[-1].new_empty((group.size(), inputs[-1].numel()))
                 outputs.append(parts.view(-1))
-            bucket.gathering.append(Gather(all_gather_several(outputs, inputs, group), packed, parts))
+            bucket.gathering.append(Gather(all_gather_several(outputs, inputs, group, what=what), packed, parts))
 
     def _bound_gathers(self, last: Bucket) -> None:
         """Waits for the first gathers if messages beside the parameters' own memory take too much."""
@@ -158,7 +160,7 @@ class PublishedWeights:
         for gather in bucket.gathering:
             gather.transfer.wait()
             if gather.parts is not None:
-                _unpack(gather.packed, gather.parts)
+                unpack(gather.packed, gather.parts)
         bucket.gathering.clear()
         if bucket in self._gathering:
             self._gathering.remove(bucket)
@@ -228,7 +230,7 @@ class PublishedWeights:
         return outdated
 
     @torch.no_grad()
-    def _adopt(self, p: ReplicatedParameter) -> bool:
+    def _adopt(self, p: ZeroParameter) -> bool:
         master_written = bool(with_written_masters([p]))
         if not p.is_awaited and written([p]):
             self.written[p] = None
@@ -257,15 +259,19 @@ class PublishedWeights:
             flags = gather_flags([p in mine for p in parameters], group, parameters[0].storage.device)
             members = [p for p, flag in zip(parameters, flags, strict=True) if flag]
             if members:
-                compare_fingerprints([p.name for p in members], [fingerprint(p.compute) for p in members], group)
+                compare_fingerprints([p.name for p in members], [self._print_of(p) for p in members], group)
+
+    def _print_of(self, p: ZeroParameter) -> torch.Tensor:
+        """The fingerprint of what this rank has written to `p`, or holds of it."""
+        return fingerprint(p.compute)
 
 
-def _shard_group(parameter: ReplicatedParameter) -> dist.ProcessGroup:
+def _shard_group(parameter: ZeroParameter) -> dist.ProcessGroup:
     assert parameter.groups.shard is not None
     return parameter.groups.shard
 
 
-def _unpack(parameters: list[ReplicatedParameter], parts: torch.Tensor) -> None:
+def unpack(parameters: list[ZeroParameter], parts: torch.Tensor) -> None:
     """Gives `parameters` what all ranks sent, [ranks, chunks of all]. This rank's own parts stay: they may have been
     written meanwhile."""
     torch.cat([p.mine for p in parameters], out=parts[parameters[0].index])

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import dtensor_like, on_mesh_device, to_local
-from tensorshard.data_parallel.sharded_parameter import ReadInFull
 from tensorshard.loss.logits.output_layers import OutputLogits
 from tensorshard.model.parameters import buffer_aliases, parameter_aliases
 from tensorshard.model.quantized import quantized_parameters
+from tensorshard.model.watched_parameters import InUsersCode
 from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.passes.precision import held_dtype, master_dtype
 from tensorshard.plan.storage import MasterPlace, TakeGradient, UpdateProgress
@@ -101,8 +101,8 @@ class ShardedModel(ABC):
         self.sequences = WholeSequences()
         self.writers: torch.Tensor | None = None
         self.whole_views: list[WholeView] = []
-        self.read_in_full: list[ReadInFull] = []
         """Of parameters that are split over tensor-parallel ranks."""
+        self.in_users_code: list[InUsersCode] = []
         self._take_gradient: TakeGradient | None = None
         self._finish_gradients: Callable[[], None] | None = None
         self._aliases = parameter_aliases(model)
@@ -191,11 +191,6 @@ class ShardedModel(ABC):
     def held_numel(self) -> int:
         """Number of elements of the parameters that this rank holds between steps, padding included."""
 
-    @property
-    @abstractmethod
-    def gradient_divisor(self) -> int:
-        """The divisor of the summed gradients within a step. Outside of one, it is the number of data ranks."""
-
     def discard_gradients(self) -> None:
         """Called before a step: forgets all gradients, including those that a failed step left unfinished."""
         for master in self.masters().values():
@@ -206,12 +201,13 @@ class ShardedModel(ABC):
         self.discard_gradients()
 
     @abstractmethod
-    def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
-        """Called before each backward of a step.
+    def begin_micro_batch(self, last: bool, *, shown: bool = False) -> None:
+        """Called before each backward whose loss is this rank's share of the whole batch's, so that gradients only
+        need to be summed, and what flows through the backward is what flows on one process.
 
         Args:
             last: whether the step's gradients are complete after this backward.
-            average: whether gradients are averaged over the data ranks, regardless of :attr:`gradient_divisor`.
+            shown: whether the user's code sees them then.
         """
 
     def begin_backward(self, loss: torch.Tensor) -> None:  # noqa: B027
@@ -229,6 +225,9 @@ class ShardedModel(ABC):
     def whole(self, name: str) -> Any:
         """How the parameter `name` looks whole to the user's code under tensor parallelism; None if it is not split."""
         return next((whole for view in self.whole_views if (whole := view.of(name)) is not None), None)
+
+    def show_gradients(self) -> None:  # noqa: B027
+        """Makes ``grad`` of :meth:`shown_parameters` show the gradients that the masters hold."""
 
     def average_given_gradients(self) -> None:  # noqa: B027
         """Called before gradients are read: averages those that user code has set, each data rank its own."""
@@ -300,6 +299,10 @@ class ShardedModel(ABC):
             return True
         return isinstance(master, DTensor) and master.device_mesh.size(-1) > 1
 
+    def is_released(self, name: str) -> bool:
+        """Whether the parameter `name` is in memory only while it is used, so that a look at it gathers it."""
+        return False
+
     def shows_part(self, name: str) -> bool:
         """Whether the module's parameter `name` has only a part of the original one in memory."""
         return self.is_part(name)
@@ -325,8 +328,8 @@ class ShardedModel(ABC):
         with ExitStack() as stack:
             for view in self.whole_views:
                 stack.enter_context(view.parts())
-            for masters in self.read_in_full:
-                stack.enter_context(masters.paused())
+            for tensors in self.in_users_code:
+                stack.enter_context(tensors.paused())
             yield
 
     @contextmanager
@@ -334,8 +337,8 @@ class ShardedModel(ABC):
         """A context, within :meth:`computing_on_parts`, for a function of the user's that may read parameters, such as
         a hook of the optimizer."""
         with ExitStack() as stack:
-            for masters in self.read_in_full:
-                stack.enter_context(masters.shown())
+            for tensors in self.in_users_code:
+                stack.enter_context(tensors.shown())
             for view in self.whole_views:
                 stack.enter_context(view.whole(in_hook=in_hook))
             yield

@@ -6,13 +6,12 @@ torch's functions ask the class of their arguments what to do (``__torch_functio
   the data ranks together with the others.
 - Else it computes on the shards where all of its tensors are sharded (an average of the weights, say), and on full
   tensors where some are plain.
-- A write in place changes this rank's shard; plain tensors are cut to it.
+- A write in place changes this rank's shard, also one to a view of the full tensor; plain tensors are cut to it.
 
 Results that are sharded behave in the same way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Protocol
 
@@ -24,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.sharding import distribute, local_shard, on_mesh_device
 from tensorshard.model.tensors import another_takes_precedence
-from tensorshard.model.watched_parameters import note_taken
+from tensorshard.model.watched_parameters import InUsersCode, Source, note_taken, run
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
-from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute
+from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute, shard_of
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
-from tensorshard.torch_private.tensors import QUESTIONS, share_storage
+from tensorshard.torch_private.tensors import QUESTIONS, share_storage, tensor_version
 
 _READER = "_tensorshard_reader"
 _GRADIENT = "_whole_gradient"  # one that the user gave, until it is averaged over the data ranks
@@ -100,23 +99,11 @@ class Reader(Protocol):
     def set_gradient(self, parameter: DTensor, gradient: torch.Tensor) -> None:
         """Notes this rank's full `gradient`, which is averaged over the data ranks before the next update."""
 
-    def note_write(self, parameter: DTensor, values: list[torch.Tensor]) -> None:
-        """Notes that `values`, of which this rank has all, were written to `parameter`."""
-
-    def differentiate(self, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
-        """What ``torch.autograd.grad`` gives where some of the inputs are sharded parameters."""
-
 
 def read_as_full(parameter: DTensor, reader: Reader) -> None:
     """Gives a sharded `parameter` the behaviour that this file is about. It stays the same object."""
     vars(parameter)[_READER] = _Held(reader)
     parameter.__class__ = ShardedParameter
-
-
-def read_in_full(value: Any) -> Any:
-    """A sharded parameter in full, with gradients where it and the caller have them. Any other value is returned as it
-    is."""
-    return _full(value)
 
 
 def make_readable(tensor: Any) -> bool:
@@ -133,19 +120,7 @@ def make_plain(tensor: DTensor) -> None:
         tensor.__class__ = DTensor  # type: ignore[assignment]
 
 
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a sharded `parameter`, or that which the user has given it in full; of another one its own."""
-    kind: Any = ShardedParameter if isinstance(parameter, DTensor) else torch.Tensor
-    gradient: torch.Tensor | None = kind.grad.__get__(parameter)
-    return gradient
-
-
-def give_gradient(parameter: DTensor, gradient: torch.Tensor | None) -> None:
-    """Sets the gradient of a sharded `parameter`: its shard of the average, or this rank's in full."""
-    ShardedParameter.grad.__set__(parameter, gradient)  # type: ignore[attr-defined]
-
-
-class ReadInFull:
+class ReadInFull(InUsersCode):
     """Sharded parameters that the user's code reads in full, which no forward computes with.
 
     tensorshard's own code gets plain DTensors, without ``__torch_function__``, at the cost of an assignment each.
@@ -155,42 +130,17 @@ class ReadInFull:
     """
 
     def __init__(self, parameters: Iterable[DTensor]) -> None:
+        super().__init__()
         self._parameters = list(parameters)
-        self._depth = 0
         self.followers: list[Callable[[bool], None]] = []
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which all code gets plain DTensors."""
-        self._depth += 1
-        if self._depth == 1:
-            self._become(ShardedParameter, DTensor)
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._become(DTensor, ShardedParameter)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """A context, within :meth:`paused`, for the user's code."""
-        depth, self._depth = self._depth, 0
-        if depth:
-            self._become(DTensor, ShardedParameter)
-        try:
-            yield
-        finally:
-            self._depth = depth
-            if depth:
-                self._become(ShardedParameter, DTensor)
-
-    def _become(self, before: type, after: type) -> None:
+    def switch(self, users_code: bool) -> None:
+        before, after = (DTensor, ShardedParameter) if users_code else (ShardedParameter, DTensor)
         for parameter in self._parameters:
             if type(parameter) is before:  # else it is watched, too
                 parameter.__class__ = after
         for follower in self.followers:
-            follower(after is ShardedParameter)
+            follower(users_code)
 
 
 class _Held:
@@ -217,11 +167,6 @@ class ShardedParameter(DTensorWithDirectHooks):
         if len(types) > 1 and another_takes_precedence(types):
             return NotImplemented  # a tensor that is split along a sequence reads the full parameter
         return _KINDS[_kind(func)](func, args, kwargs or {})
-
-    def note_write(self, *values: torch.Tensor) -> None:
-        """Notes that `values`, of which this rank has all, were written to its shard in another way than by a function
-        of this parameter."""
-        _note_write(self, list(values))
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -328,9 +273,6 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return _write(func, args, kwargs)
     leaves = tree_tensors((args, kwargs))
-    if getattr(func, "__name__", "") in VIEWS and isinstance(args[0], DTensor) and not _is_recorded(leaves):
-        rest = tree_map(lambda leaf: leaf if leaf is args[0] else _full(leaf), (args, kwargs))
-        return _mixable(view_of(args[0], lambda: _full(args[0]), func, *rest))
     if all(isinstance(leaf, DTensor) or leaf.numel() == 1 for leaf in leaves) and not _is_recorded(leaves):
         try:
             return _native(func, args, kwargs)
@@ -340,8 +282,40 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _compute_full(func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = tree_map(_full, (args, kwargs))
-    return func(*args, **kwargs)
+    """Computes with full tensors. What is written to them, or later to a view that is returned, reaches the shards."""
+    sources: dict[int, Source] = {}
+
+    def full(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if id(leaf) not in sources:
+            sources[id(leaf)] = _source(leaf, shares_numbers=_is_random(func))
+        return sources[id(leaf)].base
+
+    given, options = tree_map(full, (args, kwargs))
+    same = {id(sources[id(leaf)].base): leaf for leaf in tree_tensors((args, kwargs)) if id(leaf) in sources}
+    with without_torch_functions_of_tensors():
+        return run(func, given, options, sources.values(), same)
+
+
+def _source(target: DTensor, *, shares_numbers: bool) -> Source:
+    """The full tensor of `target`.
+
+    Args:
+        shares_numbers: whether all ranks take what the first one writes, as they may have drawn other numbers.
+    """
+
+    def write(full: torch.Tensor) -> None:
+        if shares_numbers:
+            for axis in range(target.device_mesh.ndim):
+                dist.broadcast(full, group=target.device_mesh.get_group(axis), group_src=0)
+        local = shard_of(target)
+        local.copy_(local_shard(full, target.device_mesh, target.placements).view(local.shape))
+
+    full = _full(target)
+    if share_storage(full, shard_of(target)):  # with one rank
+        full = full.clone()
+    return Source(full, lambda: tensor_version(shard_of(target)), lambda: _full(target).detach(), write)
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
@@ -372,34 +346,13 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     if target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if name.strip("_") in ELEMENTWISE:
-        _note_write(target, [leaf for leaf in tree_tensors((args, kwargs)) if not isinstance(leaf, DTensor)])
         args, kwargs = tree_map(lambda leaf: _cut(leaf, target), (args, kwargs))
         result = _native(func, args, kwargs)
         with without_torch_functions_of_tensors():
             increment_version(target.to_local().detach())  # operations on DTensors change their parts unnoticed
         return result
-    return _write_full(func, args, kwargs, target)
-
-
-@torch.no_grad()
-def _write_full(func: Any, args: Any, kwargs: Any, target: DTensor) -> Any:
-    """Writes into the full tensor, and keeps this rank's shard of it."""
-    full = _full(target).clone()
-    args, kwargs = tree_map(lambda leaf: full if leaf is target else _full(leaf), (args, kwargs))
-    result = func(*args, **kwargs)
-    mesh = target.device_mesh
-    if _is_random(func):  # the first rank's numbers, as the ranks may have drawn different ones
-        for axis in range(mesh.ndim):
-            dist.broadcast(full, group=mesh.get_group(axis), group_src=0)
-    _note_write(target, [full])
-    take_over(target, full)
-    return target if result is full else result
-
-
-def _note_write(target: DTensor, values: list[torch.Tensor]) -> None:
-    held = vars(target).get(_READER)
-    if values and held is not None and held.reader is not None:
-        held.reader.note_write(target, values)
+    with torch.no_grad():
+        return _compute_full(func, args, kwargs)
 
 
 def _cut(leaf: Any, like: DTensor) -> Any:
@@ -438,15 +391,11 @@ def _set(func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def differentiate(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad``. The gradients of sharded parameters are averages over the data ranks, and sharded."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs = arguments["inputs"]
-    readers = [vars(one)[_READER].reader for one in inputs if isinstance(one, DTensor) and _READER in vars(one)]
-    if not readers:
-        return _compute_full(func, args, kwargs)
-    return readers[0].differentiate(arguments)
+def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
+    raise RuntimeError(
+        "torch.autograd.grad was called by parameters of engine.optimizer.param_groups, which no forward computes "
+        "with: call it by those of engine.model.parameters()"
+    )
 
 
 def _is_recorded(leaves: list[torch.Tensor]) -> bool:
@@ -461,7 +410,7 @@ _KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "draw": _draw,
     "write": _write,
     "set": _set,
-    "grad": differentiate,
+    "grad": _differentiate,
 }
 
 
@@ -474,40 +423,18 @@ def _kind(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__get__":
-        return "data" if attribute == "data" else "compute" if attribute in COMPUTED_ATTRIBUTES else "native"
+        return "data" if attribute == "data" else "full" if attribute in COMPUTED_ATTRIBUTES else "native"
     if name == "__set__":
         return "set" if attribute == "data" else "native"
     if func is torch.autograd.grad:
         return "grad"
     if name in NATIVE or name == "__delete__":
         return "native"
-    if name in VALUES:
+    if name in VALUES or name in VIEWS:
         return "full"
     if name in DRAWN:
         return "draw"
     return "write" if is_write(name) else "compute"
-
-
-class FullTensorView(torch.Tensor):
-    """A view of a full tensor that was gathered from shards. Writes are taken over to the shards."""
-
-    _of: tuple[DTensor, torch.Tensor]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(types) > 1 and another_takes_precedence(types):
-            return NotImplemented
-        target = args[0] if args and isinstance(args[0], FullTensorView) else None
-        with without_torch_functions_of_tensors():
-            plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
-            result = func(*plain_args, **plain_kwargs)
-            if target is None:
-                return result
-            name: str = getattr(func, "__name__", "")
-            if is_write(name):
-                take_over(*target._of)
-                return target if isinstance(result, torch.Tensor) and result is plain_args[0] else result
-            return as_views(result, *target._of)
 
 
 def is_write(name: str) -> bool:
@@ -517,48 +444,3 @@ def is_write(name: str) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__index__", "__int__", "__iter__", "__invert__")
     return name.endswith("_") and name != "requires_grad_"
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.as_subclass(torch.Tensor) if isinstance(leaf, FullTensorView) else leaf
-
-
-def as_views(result: Any, target: DTensor, full: torch.Tensor) -> Any:
-    """Those tensors of `result` that are views of `full`, which was gathered from `target`, take writes over to it."""
-
-    def view(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not share_storage(leaf, full):
-            return leaf
-        made = leaf.as_subclass(FullTensorView)
-        made._of = (target, full)
-        return made
-
-    if isinstance(result, tuple | list):
-        return type(result)(map(view, result)) if type(result) in (tuple, list) else result
-    return view(result)
-
-
-def take_over(target: DTensor, full: torch.Tensor) -> None:
-    """Copies this rank's part of `full` into the shard."""
-    with torch.no_grad(), without_torch_functions_of_tensors():
-        local = target.to_local()
-        local.copy_(local_shard(full, target.device_mesh, target.placements).view(local.shape))
-
-
-def view_of(target: DTensor, gather: Callable[[], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func(target, ...)`` gives, which only views memory: the shard's if possible, else the full tensor's."""
-    with without_torch_functions_of_tensors():
-        try:
-            result = func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError, ValueError, IndexError, AssertionError):
-            result = None
-        parts = result if isinstance(result, tuple | list) else [result]
-        if all(isinstance(part, DTensor) and _views_shard(part, target) for part in parts):
-            return result
-        full = gather()
-        args, kwargs = tree_map(lambda leaf: full if leaf is target else leaf, (args, kwargs))
-        return as_views(func(*args, **kwargs), target, full)
-
-
-def _views_shard(part: DTensor, target: DTensor) -> bool:
-    return part.numel() == 0 or share_storage(part.to_local(), target.to_local())

@@ -11,6 +11,7 @@ from tensorshard.checkpoint.between_saves import BackgroundSaves, RegisteredStat
 from tensorshard.comm.call_watch import CallWatch
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.average import WeightAverages
+from tensorshard.engine.engine_random import EngineRandom, kept_random_state
 from tensorshard.engine.generation import Generator, target_log_probs
 from tensorshard.engine.gradients import (
     FinalGradients,
@@ -45,7 +46,7 @@ from tensorshard.engine.optimizer import (
 )
 from tensorshard.engine.optimizer_states import show_states
 from tensorshard.engine.penalties import Penalties
-from tensorshard.engine.random_streams import RandomStreams, kept_random_state
+from tensorshard.engine.same_numbers import SameNumbers
 from tensorshard.engine.state import StateMethods
 from tensorshard.engine.step import (
     Read,
@@ -66,6 +67,8 @@ from tensorshard.passes.compile import CompileLog
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Storage
+from tensorshard.random.call_sites import ModelRandomness
+from tensorshard.random.users_draws import UsersDraws
 from tensorshard.torch_private.compilation import explained_compilation
 
 __all__ = ["Engine", "LossFunction", "NonFiniteLossError"]
@@ -106,6 +109,7 @@ class Engine(LoopMethods, StateMethods):
     """
 
     _check: LaunchedCheck | None = None  # of the update that is being launched
+    _numbers: SameNumbers | None = None  # if random numbers do not depend on the plan
 
     def __init__(
         self,
@@ -116,8 +120,7 @@ class Engine(LoopMethods, StateMethods):
         optimizer: OptimizerFactory,
         loss_fn: LossFunction,
         device: torch.device,
-        seed: int,
-        random: RandomStreams,
+        random: EngineRandom,
         cache: GenerationCache,
         own_rules: Sequence[OwnRule] = (),
         debug: bool = False,
@@ -137,7 +140,6 @@ class Engine(LoopMethods, StateMethods):
         self._means = UnevenMeans(mesh, plan.micro_batches)
         self._penalties = Penalties(sharded, mesh, device)
         self.random = random
-        self._seed = seed
         self.loaders = EngineLoaders()
         self._cache = cache
         self._debug = self._check_samples = debug  # the latter: before the next step
@@ -174,7 +176,7 @@ class Engine(LoopMethods, StateMethods):
             )
         self._update = storage.keep_states(self._optimizer, sharded, trained, again)
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
-        self._changes = ModuleChanges(sharded.model, shards_parameters=plan.shards_parameters)
+        self._changes = ModuleChanges(sharded.model)
         self._trained = TrainedParameters(
             self._optimizer, again, sharded, self._owners, reserved=self._update.reserves_states
         )
@@ -231,6 +233,32 @@ class Engine(LoopMethods, StateMethods):
         mark_trained(
             [*sharded.masters().values(), *wholes], shown, self._optimizer, self._manual_loop.before_foreign_optimizer
         )
+
+    def _first_of(self, rows: int) -> int:
+        """The number, in the whole batch, of the first of `rows` that belong to this rank's samples."""
+        if self._numbers is not None and (first := self._numbers.first_of(rows)) is not None:
+            return first
+        for loader in self.loaders.by_name.values():
+            if loader.uneven is not None and loader.uneven[self.mesh.dp_rank] == rows:
+                return sum(loader.uneven[: self.mesh.dp_rank])
+        return self.mesh.dp_rank * rows
+
+    def _micro_batch(self) -> int | None:
+        """How many micro-batches steps have begun so far; None outside of a step."""
+        return None if self._numbers is None else self._numbers.micro_batch
+
+    def draw_from(self, randomness: ModelRandomness | None) -> None:
+        """Lets the model draw from `randomness`, which knows its modules; None for torch's generators."""
+        self.random.step_count = lambda: self.step_count
+        self.random.users_draws = UsersDraws(
+            lambda: self.random.seed, self.random.step_count, self._first_of, self._micro_batch
+        )
+        if randomness is None:
+            return
+        self._numbers = SameNumbers(randomness, self.plan, self.mesh, self.device, self.random.step_count)
+        self._step_runner.draw_from(self._numbers)
+        if self.plan.pp == 1:
+            self._numbers.follow(self._model)
 
     # -- one step --
 
@@ -384,6 +412,11 @@ class Engine(LoopMethods, StateMethods):
         if self.scaler is not None:
             factor = (1.0 if factor is None else factor) / self.scaler.scale
         mean = self._penalties.add(loss.mean, factor)
+        if self._gradients.has_parameter_hooks():
+            self._gradients.refresh()
+            self._gradients.scale(factor)
+            factor = None
+            self._gradients.call_parameter_hooks()
         if not self._launched_update(mean, factor):
             checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count)
             if checked is not None:
@@ -582,7 +615,7 @@ class Engine(LoopMethods, StateMethods):
             top_k: how many of the likeliest tokens are drawn from; None for all.
             eos_token_id: the token that ends a sample; the rest of the sample is filled with it. Generation stops when
                 all samples have ended.
-            seed: of the draws.
+            seed: of the draws, which belong to the samples, in the order of the data ranks.
 
         Returns:
             Token ids of shape [samples, tokens + new ones], on the prompts' device.
@@ -590,7 +623,7 @@ class Engine(LoopMethods, StateMethods):
         Raises:
             ValueError: the prompts, a number or the model do not allow it; the model cannot read so many tokens.
         """
-        generator = Generator(self.sharded.structure, self._predict, self.mesh, self.plan.micro_batches)
+        generator = Generator(self.sharded.structure, self._predict, self.mesh, self.device, self.plan.micro_batches)
         with self._call("generate"), self._evaluation_mode():
             self.wait_for_update()
             return generator.generate(
@@ -609,7 +642,8 @@ class Engine(LoopMethods, StateMethods):
         with (
             explained(f"engine.{name}", self._watch, counted=name in ("step", "evaluate", "replay")),
             explained_compilation(),
-            self.random.installed(),
+            self.random.installed(name),
+            nullcontext() if self._numbers is None else self._numbers.call(),
             self._forwards.inside_engine_call(),
             samples_of(name, self.plan, self.mesh),
             compiling,

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from tensorshard.engine.same_numbers import first_sample
 from tensorshard.plan.mesh import Mesh
+from tensorshard.random.philox import key_of, words_of_box
 
 _IGNORED = -100
 
@@ -29,13 +31,16 @@ class Generator:
         predict: returns the model's output, as :meth:`tensorshard.Engine.predict` does; with ``compare=False`` the
             ranks' inputs are not compared.
         mesh: its data ranks may have different prompts; all of them run the model equally often.
+        device: of this rank.
         micro_batches: the pipeline's, each of which needs a sample.
     """
 
-    def __init__(self, model: nn.Module, predict: Predict, mesh: Mesh, micro_batches: int) -> None:
+    def __init__(
+        self, model: nn.Module, predict: Predict, mesh: Mesh, device: torch.device, micro_batches: int
+    ) -> None:
         self._model = model
         self._predict = predict
-        self._mesh = mesh
+        self._mesh, self._device = mesh, device
         self._micro_batches = micro_batches
         self._parameters = inspect.signature(type(model).forward).parameters
         self._has_cache = (
@@ -57,10 +62,11 @@ class Generator:
         self._check(prompts, max_new_tokens)
         tokens = prompts
         ended = torch.zeros(len(prompts), dtype=torch.bool)
-        draws = torch.Generator().manual_seed(seed)
+        first = first_sample(len(prompts), self._mesh, self._device) if temperature else 0
         next_logits = self._with_cache() if self._has_cache else self._without_cache(max_new_tokens)
-        for _ in range(max_new_tokens):
-            chosen = _choose(next_logits(tokens).double().cpu(), temperature, top_k, draws)
+        for place in range(max_new_tokens):
+            words = words_of_box(key_of(seed, "generate", place), (0,), (first,), (len(prompts),))
+            chosen = _choose(next_logits(tokens).double().cpu(), temperature, top_k, words)
             if eos_token_id is not None:
                 chosen = chosen.masked_fill(ended, eos_token_id)
                 ended |= chosen == eos_token_id
@@ -181,14 +187,16 @@ def logits_of(output: Any, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, draws: torch.Generator) -> torch.Tensor:
-    """One token for each row of `logits`: the likeliest, or one drawn."""
+def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, words: torch.Tensor) -> torch.Tensor:
+    """One token for each row of `logits`: the likeliest, or one drawn, by 32 random bits for each."""
     if temperature == 0:
         return logits.argmax(-1)
     if top_k is not None and top_k < logits.size(-1):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=draws)[:, 0]
+    below = torch.softmax(logits / temperature, dim=-1).cumsum(-1)
+    drawn = (words.double() + (2**31 + 0.5)) / 2**32 * below[:, -1]
+    return torch.searchsorted(below, drawn[:, None], right=True)[:, 0]
 
 
 def target_log_probs(output: Any, targets: torch.Tensor) -> torch.Tensor:

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
-from tensorshard.comm.sharding import local_gradients, scale_gradients
+from tensorshard.comm.sharding import distribute_like, local_gradients, on_mesh_device, scale_gradients
 from tensorshard.comm.world import world
 from tensorshard.common.words import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.model.watched_parameters import gradient_hooks, have_gradient_hooks
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import Update
 from tensorshard.torch_private.operators import foreach_norm
-from tensorshard.torch_private.tensors import count_gradient_hooks
 
 GradientHook = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -158,7 +158,7 @@ class FinalGradients:
         self._device = device
         self._hooks: dict[int, GradientHook] = {}
         self._sharded = sharded
-        self._own_hooks = {name: count_gradient_hooks(p) for name, p in sharded.shown_parameters().items()}
+        self._shown = sharded.shown_parameters()
         self._registered = 0
 
     def register_hook(self, hook: GradientHook) -> HookHandle:
@@ -176,9 +176,9 @@ class FinalGradients:
     def launch_check(self, loss: torch.Tensor, factor: torch.Tensor | float | None) -> "LaunchedCheck | None":
         """Checks gradients as :meth:`prepare` does, without its result yet. None where that cannot wait: for gradients
         on the host, and where hooks get them."""
-        if not _reads_later(self._device) or self._hooks or self.moves_gradients or world().is_simulated:
+        has_hooks = bool(self._hooks) or self.has_parameter_hooks()
+        if not _reads_later(self._device) or has_hooks or self.moves_gradients or world().is_simulated:
             return None
-        self._check_no_hooks_of_torch()
         self.refresh()
         writers = self._sharded.writers
         norm = self.measure(spoil=writers if self._has_others else None)
@@ -223,9 +223,7 @@ class FinalGradients:
 
         Raises:
             NonFiniteLossError: the `loss`, or the gradient, is not finite.
-            RuntimeError: a parameter has a hook of torch's, which would see gradients of one rank alone, or none.
         """
-        self._check_no_hooks_of_torch()
         self.refresh()
         if self._hooks:
             factor = self._call_hooks(factor)
@@ -346,14 +344,43 @@ class FinalGradients:
                 f"engine.optimizer.step() clips, or call engine.clip_grad_norm_(max_norm)"
             )
 
-    def _check_no_hooks_of_torch(self) -> None:
-        for name, parameter in self._sharded.shown_parameters().items():
-            if count_gradient_hooks(parameter) > self._own_hooks[name]:
-                raise RuntimeError(
-                    f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), which sees "
-                    f"gradients of one rank alone, or none: use engine.register_gradient_hook(hook), which is called "
-                    f"as hook(name, gradient) before each update"
-                )
+    def has_parameter_hooks(self) -> bool:
+        """Whether user code has called ``register_hook``, or its sibling, on parameters of the model."""
+        return have_gradient_hooks(self._shown.values())
+
+    @torch.no_grad()
+    def call_parameter_hooks(self) -> None:
+        """Calls those hooks with the complete gradients, which need no more factor. A collective."""
+        shown = self._shown
+        hooks = {name: gradient_hooks(shown[name]) for name in self.trained if name in shown}
+        for name, (before, _) in hooks.items():
+            master = self.trained[name]
+            whole, held = self._sharded.whole(name), master.grad
+            if not before:
+                continue
+            with self._sharded.calling_user():
+                if whole is not None:
+                    gradient = whole.whole_gradient(master, held)
+                else:
+                    gradient = on_mesh_device(held).full_tensor() if isinstance(held, DTensor) else held
+                for hook in before if gradient is not None else ():
+                    changed = hook(gradient)
+                    if changed is not None:
+                        _check_like(changed, gradient, name)
+                        gradient = changed
+            if held is None or gradient is None:
+                continue
+            if whole is not None:
+                master.grad = whole.part_like(master, gradient)
+            else:
+                master.grad = distribute_like(gradient, held) if isinstance(held, DTensor) else gradient
+        if any(after for _, after in hooks.values()):
+            self._sharded.show_gradients()
+            for name, (_, after) in hooks.items():
+                for hook in after:
+                    with self._sharded.calling_user():
+                        hook(shown[name])
+            self._sharded.average_given_gradients()
 
     @torch.no_grad()
     def _call_hooks(self, factor: torch.Tensor | float | None) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.engine.loader import EngineLoader, EngineLoaders
-from tensorshard.model.batches import batch_size, split_batch, split_into, split_unevenly, to_device
+from tensorshard.model.batches import batch_size, listed_samples, split_batch, split_into, split_unevenly, to_device
 from tensorshard.model.parameters import STATISTICS
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -126,7 +126,8 @@ class ShortBatches:
     def _can_be_cut(self, batch: Any) -> bool:
         """Whether the tensors of a batch have the samples as their first dimension, on every data rank."""
         can = isinstance(batch, torch.Tensor | tuple | list | dict) and (
-            len({tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()}) == 1
+            listed_samples(batch) is not None
+            or len({tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()}) == 1
         )
         is_last = any(loader.uneven is not None for loader in self._loaders.by_name.values())
         if not is_last or self._loaders.known((batch, None)) is not None or self._mesh.dp_size == 1:
@@ -185,7 +186,7 @@ class ShortBatches:
     def _filled(self, inputs: Any, targets: Any, parts: int, sample: Any) -> list[MicroBatch]:
         return [
             MicroBatch(part, its_targets) if batch_size(part) else MicroBatch(sample[0], sample[1], its_targets, False)
-            for part, its_targets in split_into(inputs, targets, parts)
+            for part, its_targets in split_into(inputs, targets, parts, known=True)
         ]
 
 

@@ -100,6 +100,8 @@ class EngineLoader:
     Attributes:
         epoch: of the next batch, counted from 0.
         samples_consumed: how many samples of this epoch were handed out, over all data ranks.
+        is_at_end: whether the batch that was handed out last is the epoch's last. False for a stream, of which that is
+            not known.
         uneven: how many samples each data rank has of the batch that was handed out last, if these numbers differ, or
             it is an epoch's last, smaller one; None after its pass, and for other batches.
 
@@ -138,6 +140,7 @@ class EngineLoader:
         self.epoch = 0
         self.samples_consumed = 0
         self.uneven: tuple[int, ...] | None = None
+        self.is_at_end = False
         # Of batches, by their tensors.
         self._shares: MutableMapping[torch.Tensor, tuple[int, ...]] = WeakIdKeyDictionary()
         self._is_stream = is_stream(dataset)
@@ -194,6 +197,7 @@ class EngineLoader:
                 # Counted when it is handed out: a checkpoint that is saved during its step counts it as done.
                 self.samples_consumed += size
                 self._place = place
+                self.is_at_end = not self._is_stream and self.samples_consumed >= self._samples_of_epoch()
                 self.uneven = shares if size < self.batch_size or len(set(shares)) > 1 else None
                 batch = to_device(batch, self._device)
                 if cuts:
@@ -202,8 +206,12 @@ class EngineLoader:
                     self._shares[tensor] = shares
                 yield batch
         finally:
-            self.uneven = None
+            self.uneven, self.is_at_end = None, False
         self._next_epoch()
+
+    def _samples_of_epoch(self) -> int:
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        return samples - samples % self.batch_size if self._order["drop_last"] else samples
 
     def _looking_whole(self, batch: Any, cuts: list[Any]) -> Any:
         assert self._sequences is not None

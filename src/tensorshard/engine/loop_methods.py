@@ -13,6 +13,7 @@ from tensorshard.comm.call_watch import CallWatch
 from tensorshard.common.words import kind_of
 from tensorshard.data.sampler import Balance
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.engine_random import EngineRandom
 from tensorshard.engine.gradients import FinalGradients, GradientHook, HookHandle
 from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.last_batch import BatchShares, check_last_batch
@@ -81,7 +82,7 @@ class LoopMethods:
     _penalties: Penalties
     _shares: BatchShares
     _watch: CallWatch
-    _seed: int
+    random: EngineRandom
 
     def backward(self, loss: Any, *, last: bool | None = None) -> torch.Tensor:
         """The backward of one micro-batch's `loss`, in place of ``loss.backward()``.
@@ -119,13 +120,19 @@ class LoopMethods:
             )
         return self._manual_loop.backward(loss, weight, bool(last))
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    def accumulate(self, *, last: bool | None = None) -> AbstractContextManager[None]:
         """A context for one micro-batch of a loop of your own: forward, :meth:`backward`, and perhaps the update.
 
         Inside it, ``engine.optimizer.step()`` and ``zero_grad()`` do nothing until the last of the step's
         ``plan.micro_batches``. So the same loop works for any number of micro-batches.
+
+        Args:
+            last: whether the step ends with this micro-batch, also if it has fewer: its gradient is then the mean over
+                those that it had. None for whether it is the last batch of an epoch of :meth:`loader`. Batches of other
+                loaders, and of streams, fill up the step in the next epoch.
         """
-        return self._manual_loop.accumulate()
+        ends = any(loader.is_at_end for loader in self.loaders.by_name.values()) if last is None else last
+        return self._manual_loop.accumulate(ends)
 
     def gather(self, values: Any) -> Any:
         """What each data rank has of its own samples, put together: outputs, predictions, losses of single samples.
@@ -348,7 +355,7 @@ class LoopMethods:
             device=self.device,
             shuffle=shuffle,
             drop_last=drop_last,
-            seed=self._seed if seed is None else seed,
+            seed=self.random.seed if seed is None else seed,
             options=options,
             generator=generator,
             sequences=self.sharded.sequences if cut_sequences else None,

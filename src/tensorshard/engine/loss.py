@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -37,6 +38,8 @@ class Objective:
         device: of this rank.
         calling: the context in which `loss_fn` is called.
         means: notes the means of the first step; None to look at none.
+        draws: calls ``draws(loss_fn, output, targets)`` so that random numbers do not depend on the plan; None to call
+            `loss_fn` itself.
     """
 
     loss_fn: Callable[[Any, Any], Any]
@@ -44,6 +47,7 @@ class Objective:
     device: torch.device
     calling: Callable[[], AbstractContextManager[None]] = nullcontext
     means: UnevenMeans | None = None
+    draws: Callable[[Callable[[Any, Any], Any], Any, Any], Any] | None = None
 
     def __call__(self, output: Any, inputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a (micro-)batch as a sum and the count that it is a sum over.
@@ -53,9 +57,10 @@ class Objective:
         """
         output = widen_output(output) if self.precision != "fp32" else output
         with explained_loss(output, targets), self.calling():
-            result = self.loss_fn(output, targets)
+            call = self.loss_fn if self.draws is None else partial(self.draws, self.loss_fn)
+            result = call(output, targets)
         total, count = sum_and_count(result, self.device, "loss_fn returned", "return")
-        samples = batch_size(inputs)
+        samples = batch_size(inputs, targets)
         if self.means is not None and torch.is_grad_enabled():
             self.means.note_loss(total, samples)
         if count is not None:

@@ -13,6 +13,7 @@ from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.world import world
 from tensorshard.common.words import kind_of
 from tensorshard.engine.loss import sum_and_count
+from tensorshard.model.batches import listed_samples
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.pytree import tree_tensors
 
@@ -133,7 +134,11 @@ def read_loss(returned: Any, batch: Any, device: torch.device) -> LossOfTerms:
 
 
 def number_of_samples(batch: Any) -> int | None:
-    """The first dimension of the tensors in `batch`; None if they have different ones, or there are none."""
+    """The first dimension of the tensors in `batch`, or how many entries its lists of samples have; None if they have
+    different ones, or there are none."""
+    listed = listed_samples(batch)
+    if listed is not None:
+        return listed
     sizes = {tensor.size(0) for tensor in tree_tensors(batch) if tensor.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -5,10 +5,11 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.sharded_model import ShardedModel
@@ -18,6 +19,7 @@ from tensorshard.engine.loss_terms import LossOfTerms, MetricTotals, number_of_s
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.measures import standing_in
 from tensorshard.engine.step import StepAgain, StepLoss, WholeModelStepRunner
+from tensorshard.model.batches import unclear_list
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 
@@ -59,16 +61,30 @@ class LossWithModelRunner(WholeModelStepRunner):
         self._warned = False
         # Whether the next micro-batch says if the loss takes a gradient by the weights, which is that of a part of the
         # batch. A compiler would compile again without the mode.
-        self._looks = not plan.compile and ((mesh.dp_size > 1 and not plan.shards_parameters) or plan.micro_batches > 1)
+        self._looks = not plan.compile and (mesh.dp_size > 1 or plan.micro_batches > 1)
 
     def train(self, inputs: Any, targets: Any, loss_scale: float, *, first_alone: bool = False) -> StepLoss:
         batch = one_batch(inputs, targets)
         self._same_batch.check("step", batch, None)
+        self._check_list(batch)
         parts = self.batches.split_nest(batch, self._plan.micro_batches)
         self._metrics.begin()
         self._sharded.discard_gradients()
         with self._sharded.outputs_for_loss():
             return self._train(parts[:1] if first_alone else parts, loss_scale)
+
+    def _check_list(self, batch: Any) -> None:
+        """Refuses a list that may be of samples, of which the data ranks have different numbers."""
+        if self._mesh.dp_size == 1 or (entries := unclear_list(batch)) is None:
+            return
+        everyone: list[Any] = [entries] * self._mesh.dp_size
+        dist.all_gather_object(everyone, entries, group=self._mesh.dp_group)
+        if len(set(everyone)) > 1:
+            raise ValueError(
+                f"the data ranks were given lists of {', '.join(map(str, everyone))} tensors of one shape. If these "
+                f"are samples, how much each rank's mean counts depends on their number, which nothing else says: put "
+                f"a tensor with a row for each sample beside the list, as labels are"
+            )
 
     def _train_part(
         self, part: MicroBatch, tally: LossTally, loss_scale: float, *, last: bool, micro_batches: int
@@ -78,14 +94,13 @@ class LossWithModelRunner(WholeModelStepRunner):
         self._metrics.add(loss.shown)
         tally.add(loss.sums, loss.counts, micro_batches=micro_batches)
         # Backwards within the loss function, by inputs say, are over: the next one is that of the micro-batch.
-        self._sharded.begin_micro_batch(last, average=True)
+        self._sharded.begin_micro_batch(last, shown=True)
         if last:
             tally.start_total()
         assert tally.normalizer is not None
         if self._counts is not None:
             tally.normalizer = torch.where(self._counts == 0, 1.0, self._counts) * self._mesh.degrees["cp"]
-        weights = self._mesh.gradient_ranks * loss_scale / tally.normalizer  # gradients are averaged
-        total = (loss.sums * weights).sum()
+        total = (loss.sums * (loss_scale / tally.normalizer)).sum()
         self._sharded.begin_backward(total)
         with self._forwards.backwards.by_engine():
             total.backward()
@@ -94,6 +109,7 @@ class LossWithModelRunner(WholeModelStepRunner):
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:
         batch = one_batch(inputs, targets)
         self._same_batch.check("evaluate", batch, None)
+        self._check_list(batch)
         with self._sharded.outputs_for_loss():
             return self._evaluate(self.batches.split_nest(batch, micro_batches or 1, evenly=False))
 
@@ -115,7 +131,8 @@ class LossWithModelRunner(WholeModelStepRunner):
         with sequences.active(), self._forwards.in_loss(), nullcontext() if part.counts else standing_in():
             try:
                 with self._looking_for_derivatives() if self._looks and torch.is_grad_enabled() else nullcontext():
-                    returned = sequences.whole(self._loss_fn(self._sharded.model, batch))
+                    call = self._loss_fn if self.numbers is None else partial(self.numbers.loss_of_model, self._loss_fn)
+                    returned = sequences.whole(call(self._sharded.model, batch))
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise

@@ -78,10 +78,12 @@ class ManualLoop:
         self._means = means
         self._foreign_optimizers: set[str] = set()  # classes of those that user code has built
         self._accumulating = False
+        self._ends = False  # with the micro-batch that runs
         self._done = 0  # micro-batches of the step under way whose backward is over
         self._calls = 0  # of backward, in all steps
         self._tally: LossTally | None = None  # of the step under way, if its losses are sums and counts
         self._global_loss: GlobalLoss | None = None  # of the latest micro-batch
+        self._hooked = False  # hooks of parameters were called with the gradients that are there
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
         self._replace_methods(optimizer)
 
@@ -119,19 +121,19 @@ class ManualLoop:
     # -- backward --
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         """See :meth:`tensorshard.Engine.accumulate`."""
         self._check_no_pipeline("engine.accumulate()")
         if self._accumulating:
             raise RuntimeError("engine.accumulate() was entered within itself; it surrounds one micro-batch")
-        before, self._accumulating = self._calls, True
+        before, self._accumulating, self._ends = self._calls, True, last
         try:
             yield
         except BaseException:
             self.abandon()
             raise
         finally:
-            self._accumulating = False
+            self._accumulating = self._ends = False
         if self._plan.micro_batches > 1 and self._calls != before + 1:
             raise RuntimeError(
                 f"engine.accumulate() surrounded {self._calls - before} calls of engine.backward(loss); it "
@@ -174,13 +176,13 @@ class ManualLoop:
         if self._tally is None or count is None:
             if share:
                 self._means.note(total, share)
-            weight = weight * share / micro_batches
+            weight = weight * share / (micro_batches * self._mesh.gradient_ranks)
         else:
             self._tally.add(total, count, micro_batches=micro_batches)
             assert self._tally.normalizer is not None
-            weight = weight * self._mesh.gradient_ranks / self._tally.normalizer  # gradients are averaged
-        last = ends or self._done + 1 == micro_batches
-        self._sharded.begin_micro_batch(last, average=True)
+            weight = weight / self._tally.normalizer
+        last = ends or self._ends or self._done + 1 == micro_batches
+        self._sharded.begin_micro_batch(last, shown=True)
         if last and self._tally is not None:
             self._tally.start_total()
         # The mean of no samples is NaN, and counts nothing.
@@ -192,7 +194,8 @@ class ManualLoop:
             scaled.backward()
         self._sharded.finish_micro_batch()
         if last:
-            self._complete()
+            # A mean is one over the micro-batches that there were.
+            self._complete(micro_batches / (self._done + 1) if self._ends and self._tally is None else None)
         self._done = micro_batches if last else self._done + 1
         self._calls += 1
         return self._global_loss.mean()
@@ -200,7 +203,8 @@ class ManualLoop:
     def _begin(self, counted: bool) -> None:
         self._tally = LossTally(self._mesh) if counted else None
         self._earlier = []
-        if self._scaler is not None or counted:  # these gradients still need a factor, and earlier ones do not
+        # These gradients still need a factor, or hooks, and earlier ones do not.
+        if self._scaler is not None or counted or self._gradients.has_parameter_hooks():
             for parameter in self._gradients.trained.values():
                 if parameter.grad is not None:
                     moves = self._gradients.moves_gradients  # to where the next one will be, too
@@ -208,21 +212,33 @@ class ManualLoop:
                     parameter.grad = None
 
     @torch.no_grad()
-    def _complete(self) -> None:
-        """Completes the gradients: those of the mean loss of all micro-batches."""
+    def _complete(self, factor: torch.Tensor | float | None) -> None:
+        """Completes the gradients: those of the mean loss of all micro-batches.
+
+        Args:
+            factor: multiplies them; None for 1.
+        """
         self._sharded.finish_backward()
-        factor: torch.Tensor | float | None = None if self._tally is None else self._tally.correction()
+        if self._tally is not None:
+            factor = self._tally.correction()
         self._tally = None
         if self._scaler is not None:
             factor = (1.0 if factor is None else factor) / self._scaler.scale
         if factor is not None:
             self._gradients.scale(factor)
+        self._call_parameter_hooks()
         for parameter, gradient in self._earlier:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 to_local(parameter.grad).add_(to_local(gradient))
         self._earlier = []
+
+    def _call_parameter_hooks(self) -> None:
+        if self._gradients.has_parameter_hooks():
+            self._gradients.refresh()
+            self._gradients.call_parameter_hooks()
+        self._hooked = True
 
     def forget(self) -> None:
         """Forgets the micro-batches so far, whose gradients are dropped."""
@@ -233,6 +249,7 @@ class ManualLoop:
         if 0 < self._done < self._plan.micro_batches:
             self._sharded.abandon_step()
         self._earlier = []
+        self._hooked = False
         self._done = 0
         self._backwards.forget()
 
@@ -302,6 +319,8 @@ class ManualLoop:
     def _prepare_gradients(self) -> bool:
         """Completes, checks, clips and scales the gradients for an update; False if fp16 overflowed."""
         self._complete_gradients()
+        if not self._hooked:  # user code has called loss.backward() itself
+            self._call_parameter_hooks()
         self._gradients.check_equal_on_tensor_ranks()
         checked = self._gradients.prepare(None, None, steps_taken=self._steps.taken)
         if checked is None:

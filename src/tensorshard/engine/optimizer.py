@@ -56,6 +56,7 @@ def build_optimizer(
     masters: Mapping[str, nn.Parameter],
     rules: Sequence[OwnRule] = (),
     elsewhere: Mapping[str, nn.Parameter] | None = None,
+    shown: Mapping[torch.Tensor, str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that `factory` makes of `masters`, with its fastest kernels if the user did not choose.
 
@@ -63,6 +64,8 @@ def build_optimizer(
         rules: of parameters that are trained in groups of their own; `factory` gets the others.
         elsewhere: stands for all that the stages of a pipeline train, in the model's order. Several optimizers then
             have the same parameter groups on all stages.
+        shown: the names of the parameters that the model shows, which groups of the user's script may hold in place of
+            `masters`.
 
     Raises:
         TypeError: `factory` made something else.
@@ -70,7 +73,8 @@ def build_optimizer(
     """
     by_rule = {name for rule in rules for name in rule.parameters}
     everywhere = {name: p for name, p in (elsewhere or {}).items() if name not in by_rule}
-    built = _build(factory, {name: master for name, master in masters.items() if name not in by_rule}, everywhere)
+    own = {name: master for name, master in masters.items() if name not in by_rule}
+    built = _build(factory, own, everywhere, shown or {})
     for rule in rules:
         rule.add_group(built, masters)
     return built
@@ -93,7 +97,8 @@ def make_optimizer(
     """
     trained = sharded.trained_masters()
     elsewhere = _of_all_stages(sharded, trained) if plan.pp > 1 else None
-    build = partial(build_optimizer, factory, rules=rules, elsewhere=elsewhere)
+    shown: dict[torch.Tensor, str] = {p: name for name, p in sharded.shown_parameters().items()}
+    build = partial(build_optimizer, factory, rules=rules, elsewhere=elsewhere, shown=shown)
     optimizer = build(trained)
     splits = {"zero": int(plan.zero)} if plan.zero and mesh.shard_size > 1 else {}
     degrees = {"tp": mesh.degrees["tp"], "pp": mesh.degrees["pp"], "ep": plan.ep}
@@ -189,12 +194,17 @@ class StepCounter:
 
 
 def _build(
-    factory: OptimizerFactory, masters: Mapping[str, nn.Parameter], everywhere: Mapping[str, nn.Parameter]
+    factory: OptimizerFactory,
+    masters: Mapping[str, nn.Parameter],
+    everywhere: Mapping[str, nn.Parameter],
+    shown: Mapping[torch.Tensor, str],
 ) -> torch.optim.Optimizer:
     # A pipeline's stage may train nothing; it has an optimizer all the same, for schedulers.
     own = masters or {"none": nn.Parameter(torch.empty(0))}
     members = _made_of_stage(factory, own, {**everywhere, **masters}) if everywhere else _made(factory, own)
     for member in members:
+        for group in member.param_groups:
+            group["params"] = [own.get(shown.get(p, ""), p) for p in group["params"]]
         _check_member(member, own)
         _choose_kernels(member)
     combined = members[0] if len(members) == 1 else CombinedOptimizer(members)

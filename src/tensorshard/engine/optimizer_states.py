@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.data_parallel.sharded_parameter import make_plain, make_readable
+from tensorshard.data_parallel.sharded_parameter import ReadInFull, make_plain, make_readable
 from tensorshard.engine.combined_optimizer import members_of
 from tensorshard.engine.owners import Owners
 from tensorshard.tensor_parallel.apply.user_views import FullView
@@ -277,7 +277,8 @@ def show_states(optimizer: torch.optim.Optimizer, sharded: ShardedModel, owners:
     Returns:
         Does it again, where user code or a loaded state dict has put another dict in its place.
     """
-    kind = _WholeStates if sharded.whole_views else _ReadStates if sharded.read_in_full else ShownStates
+    in_full = [tensors for tensors in sharded.in_users_code if isinstance(tensors, ReadInFull)]
+    kind = _WholeStates if sharded.whole_views else _ReadStates if in_full else ShownStates
 
     def show() -> None:
         if not isinstance(optimizer.state, ShownStates):
@@ -291,7 +292,7 @@ def show_states(optimizer: torch.optim.Optimizer, sharded: ShardedModel, owners:
         if isinstance(optimizer.state, ShownStates):
             optimizer.state.follow(users_code)
 
-    for masters in sharded.read_in_full:
+    for masters in in_full:
         masters.followers.append(follow)
     show()
     optimizer.register_load_state_dict_post_hook(lambda _: show())

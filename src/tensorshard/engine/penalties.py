@@ -1,16 +1,14 @@
 """Penalties on the weights, which every step adds to its loss under any plan."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.decisions import succeed_together
@@ -20,7 +18,6 @@ from tensorshard.passes.precision import master_dtype
 from tensorshard.pipeline.run.stage_skeleton import AbsentTensor
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.modules import every_module, own_parameters, set_parameter
-from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 
 Penalty = Callable[[Any], Any]
 
@@ -106,9 +103,7 @@ class Penalties:
         total: Any = 0
         with torch.enable_grad(), self._sharded.computing_penalty(), places.whole(), _weights_alone(places.modules):
             for function in list(self._functions.values()):
-                with _WholeTensors():
-                    term = function(self._sharded.model)
-                    total = total + _checked(term)
+                total = total + _checked(function(self._sharded.model))
         return total
 
     def _over_stages(self, value: torch.Tensor, depends: bool, failure: Exception | None) -> tuple[torch.Tensor, bool]:
@@ -175,8 +170,7 @@ class _Places:
 
     def _value(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         shape = self._sharded.full_shape(name)
-        plain = not isinstance(parameter, DTensor) and parameter.shape == shape
-        if plain and parameter.dtype == master_dtype(parameter.dtype):
+        if parameter.shape == shape and parameter.dtype == master_dtype(parameter.dtype):
             return parameter.detach()
         return self._sharded.full_value(name).detach()
 
@@ -195,15 +189,6 @@ def _counted_elsewhere(name: str, leaf: torch.Tensor) -> AbsentTensor:
         f"does not have: let the function of engine.add_penalty go over model.named_parameters(), which has what counts"
     )
     return AbsentTensor.make(leaf.detach(), lambda: False, lambda: sentence)
-
-
-class _WholeTensors(TorchFunctionMode):
-    """Gathers DTensors, such as kept copies of parameters under ZeRO 3, that meet whole weights."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))) and func is not DTensor.full_tensor:
-            args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

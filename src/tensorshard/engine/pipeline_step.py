@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,9 +59,13 @@ class PipelineStepRunner(StepRunner):
             group=self._group,
             device=self._device,
             context=lambda: autocast(self._plan.precision, self._device),
-            hooks=_GradientHooks(self._sharded),
+            hooks=_GradientHooks(self._sharded, self._numbered),
             split=may_split_backward(self._plan),
         )
+
+    def _numbered(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Around a stage's forward of a micro-batch."""
+        return nullcontext() if self.numbers is None else self.numbers.stage(micro_batch)
 
     def train(self, inputs: Any, targets: Any, loss_scale: float, *, first_alone: bool = False) -> StepLoss:
         self._same_batch.check("step", inputs, targets)
@@ -78,8 +82,10 @@ class PipelineStepRunner(StepRunner):
             if tally.parts == len(parts):
                 tally.start_total()
             assert tally.normalizer is not None
-            return loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
+            return loss_sum * (loss_scale / tally.normalizer)
 
+        if self.numbers is not None:
+            self.numbers.begin([part.inputs for part in parts], [part.counts for part in parts])
         self._sharded.begin_step()
         with self._sharded.outputs_for_loss():
             self._runner.step([part.inputs for part in parts], loss, hand_over=True)
@@ -97,6 +103,8 @@ class PipelineStepRunner(StepRunner):
             tally.add(*self._loss(index, output, parts[index], trains=False), micro_batches=len(parts))
             self._sharded.loss_is_over()
 
+        if self.numbers is not None:
+            self.numbers.begin([part.inputs for part in parts], [part.counts for part in parts])
         with self._sharded.outputs_for_loss():
             self._forward_runner.forward([part.inputs for part in parts], consume, hand_over=True)
         if self._is_last:
@@ -110,6 +118,8 @@ class PipelineStepRunner(StepRunner):
 
         All of them raise the error when the micro-batches are over.
         """
+        if self.numbers is not None:
+            self.numbers.place_stage(index)
         try:
             with self._sharded.computing_loss(), self._sharded.sequences.active():
                 if part.counts:
@@ -172,6 +182,8 @@ class PipelineStepRunner(StepRunner):
                     self._sharded.loss_is_over()
                 outputs[index] = widen_output(self._sharded.sequences.whole(result))
 
+        if self.numbers is not None:
+            self.numbers.begin([part for part, _ in parts], [True] * len(parts))
         with nullcontext() if read is None else self._sharded.outputs_for_loss():
             self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
         return [outputs[index] for index in sorted(outputs)]
@@ -237,8 +249,12 @@ class PipelineStepRunner(StepRunner):
 class _GradientHooks(StageHooks):
     """Tells the sharded stages when backward is about to add to gradients, and when it is over."""
 
-    def __init__(self, sharded: PipelinedModel) -> None:
+    def __init__(self, sharded: PipelinedModel, numbered: Callable[[int], AbstractContextManager[None]]) -> None:
+        self._numbered = numbered
         self._parts = {stage.index: part for stage, part in zip(sharded.stages, sharded.parts, strict=True)}
+
+    def around_forward(self, stage: StageModule, micro_batch: int) -> AbstractContextManager[None]:
+        return self._numbered(micro_batch)
 
     def before_backward(self, stage: StageModule, micro_batch: int, last: bool) -> None:
         self._parts[stage.index].begin_micro_batch(last)

@@ -20,12 +20,12 @@ from tensorshard.common.words import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.average import Decay, WeightAverage, WeightAverages
 from tensorshard.engine.combined_optimizer import class_of, members_of
+from tensorshard.engine.engine_random import EngineRandom
 from tensorshard.engine.gradients import LossScaler
 from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.optimizer import StepCounter
 from tensorshard.engine.owners import Owners
-from tensorshard.engine.random_streams import RandomStreams
 from tensorshard.model.quantized import quantized_parameters, refuse_export
 from tensorshard.passes.precision import DTYPES
 from tensorshard.plan.mesh import Mesh
@@ -85,7 +85,7 @@ class StateMethods:
     storage: Storage
     sharded: ShardedModel
     scaler: LossScaler | None
-    random: RandomStreams
+    random: EngineRandom
     loaders: EngineLoaders
     _steps: StepCounter
     _model: nn.Module
@@ -255,7 +255,7 @@ class StateMethods:
     def _checkpoints(self, *, trained_only: bool = False) -> "CheckpointManager":
         # torch's distributed checkpoints take long to import.
         from tensorshard.checkpoint.checkpoint import CheckpointManager
-        from tensorshard.checkpoint.parts import AveragesPart, NumbersPart, OptimizerPart, RandomPart, WeightsPart
+        from tensorshard.checkpoint.parts import AveragesPart, LayoutPart, NumbersPart, OptimizerPart, WeightsPart
         from tensorshard.checkpoint.registered import RegisteredPart
 
         parts = (
@@ -273,8 +273,9 @@ class StateMethods:
                 scaler=self.scaler,
                 loaders=self.loaders,
                 sequences=self.sharded.sequences.order,
+                seed=self.random,
             ),
-            RandomPart(self.random, self.plan, self.mesh),
+            LayoutPart(self.plan, self.mesh),
             RegisteredPart(self._states, self.mesh),
         )
         return CheckpointManager(

@@ -1,20 +1,21 @@
-"""Forward and backward over a batch by a whole model; :mod:`.pipeline_step_runner` does it by a pipeline."""
+"""Forward and backward over a batch by a whole model; :mod:`.pipeline_step` does it by a pipeline."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.engine_random import kept_random_state
 from tensorshard.engine.guards.uneven_means import SameBatch
 from tensorshard.engine.guards.wrong_batch import explained_forward
 from tensorshard.engine.last_batch import MicroBatch, ShortBatches
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loss import LossTally, MeansWithoutGraphs, Objective, check_has_gradient, model_loss
-from tensorshard.engine.random_streams import kept_random_state
+from tensorshard.engine.same_numbers import SameNumbers
 from tensorshard.engine.whole_batch import WholeBatch
 from tensorshard.model.batches import call_model, to_device
 from tensorshard.model.parameters import BufferValues
@@ -81,6 +82,12 @@ class StepRunner(ABC):
         self.whole_batch.install(sharded.model)
         self.batches = ShortBatches(mesh, EngineLoaders(), lambda: None)
         self._tally: LossTally | None = None  # of the step under way
+        self.numbers: SameNumbers | None = None
+
+    def draw_from(self, numbers: SameNumbers) -> None:
+        """Makes random numbers those of `numbers`."""
+        self.numbers = numbers
+        self._objective = replace(self._objective, draws=numbers.loss_of_output)
 
     def watch_loaders(self, loaders: EngineLoaders, stand_ins: Callable[[], None]) -> None:
         """Lets the batches of `loaders` be smaller at the end of an epoch, and calls `stand_ins` before a step in which
@@ -150,7 +157,11 @@ class WholeModelStepRunner(StepRunner):
 
     def _each(self, parts: list[MicroBatch]) -> Iterator[tuple[int, MicroBatch]]:
         """The micro-batches, each within what its forwards need."""
+        if self.numbers is not None:
+            self.numbers.begin([part.inputs for part in parts], [part.counts for part in parts])
         for index, part in enumerate(parts):
+            if self.numbers is not None:
+                self.numbers.place(index)
             with self._statistics_of(part), self.whole_batch.part(index, len(parts), counts=part.counts):
                 yield index, part
 
@@ -193,7 +204,7 @@ class WholeModelStepRunner(StepRunner):
             tally.start_total()
         assert tally.normalizer is not None
         # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
-        scaled = loss_sum * (self._sharded.gradient_divisor * loss_scale / tally.normalizer)
+        scaled = loss_sum * (loss_scale / tally.normalizer)
         self._sharded.begin_backward(scaled)
         scaled.backward()
         self._sharded.finish_micro_batch()

@@ -15,7 +15,7 @@ Also here: what checks by numbers share: values, gradients, and comparison.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ from tensorshard.common.words import is_inside, join_names
 from tensorshard.expert_parallel.exchange import exchange_counts, exchange_rows
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.random.call_sites import current_randomness
+from tensorshard.random.rank_stream import seeded
 from tensorshard.torch_private.dispatch import TorchDispatchMode
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
 
@@ -125,11 +127,7 @@ def drawing_from(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    is_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if is_cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if is_cuda:
-            torch.cuda.manual_seed(seed)
+    with seeded(seed, device):
         yield
 
 
@@ -137,7 +135,7 @@ def draw_seed(group: dist.ProcessGroup | None = None, device: torch.device | Non
     """A seed from the stream; with `group`, all its ranks draw and take that of the first. None in an estimate."""
     if world().is_simulated:
         return None
-    seed = torch.randint(1 << 62, (1,), device=device)
+    seed = torch.randint(1 << 62, (1,), generator=torch.default_generator).to(device)
     if group is not None:
         broadcast_(seed, group)
     return int(seed.item())
@@ -184,10 +182,11 @@ def _compute(
     everyone = everyone.view(*(1 for _ in range(experts.dims - 2)), *everyone.shape)
     call = partial(forward, **{next(iter(kwargs)): everyone}) if kwargs else partial(forward, everyone)
     seed = draw_seed(group, tokens.device) if experts.draws else None
-    with switch.set(True, seed, tokens.device):
-        result = call()
-    with switch.set(False, seed, tokens.device):
-        rest = iter(tree_tensors(call()))
+    with _numbered(tokens, everyone, sent, received, group):
+        with switch.set(True, seed, tokens.device), _drawn_again():
+            result = call()
+        with switch.set(False, seed, tokens.device):
+            rest = iter(tree_tensors(call()))
 
     def finish(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -203,6 +202,27 @@ def _compute(
         return back.view(ranks, len(rows), *flat.shape[1:]).sum(0).view(shape)
 
     return tree_map(finish, result)
+
+
+def _drawn_again() -> AbstractContextManager[None]:
+    source = current_randomness()
+    return nullcontext() if source is None else source.repeated()
+
+
+def _numbered(
+    tokens: torch.Tensor,
+    everyone: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+) -> AbstractContextManager[None]:
+    """Around what is computed of the tokens of all ranks: random numbers belong to tokens."""
+    source = current_randomness()
+    if source is None:
+        return nullcontext()
+    rows = source.rows or source.rows_of_samples(tokens)
+    numbers = exchange_rows(rows.numbers.repeat(group.size()), sent, received, group)
+    return source.rows_are(everyone, numbers, rows.per_sample)
 
 
 # -- which modules have lists of experts --

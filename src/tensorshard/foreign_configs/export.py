@@ -9,7 +9,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 _NOWHERE: dict[str, tuple[Any, ...]] = dict(
     ep=(1,), tiles=(1,), logits=("auto", "whole"), shard_units=(None,), tp_plan=(None,), cp_dims=(None,),
-    cp_order=("auto",), pp_split=(None,), pp_units=(None,), pp_stages_per_rank=(None,),
+    cp_order=("auto",), random=("same", "by_rank"), pp_split=(None,), pp_units=(None,), pp_stages_per_rank=(None,),
 )  # fmt: skip
 """Fields that programs have no key for, and what they may be."""
 

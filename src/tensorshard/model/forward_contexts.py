@@ -23,8 +23,7 @@ _RECORD = "_tensorshard_root_hooks"  # the key in a module's __dict__
 class RootRole(IntEnum):
     """What code around the forward of a whole model, or of a stage, is for, from the innermost to the outermost.
 
-    Further in are FSDP2's hooks, and those that the user registered before the plan was applied; further out are later
-    ones.
+    Further in are those that the user registered before the plan was applied; further out are later ones.
     """
 
     SPLIT_SEQUENCES = auto()
@@ -37,6 +36,8 @@ class RootRole(IntEnum):
     """Offloaded parameters are read, from the first unit on."""
     RANDOM_STREAMS = auto()
     """Random numbers come from the Engine's streams."""
+    SAME_NUMBERS = auto()
+    """Random numbers belong to the samples of the forward."""
     CACHE_OFF = auto()
     """In training, no keys and values are cached."""
     COMPILE_LOG = auto()
@@ -114,14 +115,6 @@ def as_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def surround_forwards(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
-    """Runs each forward of a unit `model`, with its other hooks, within a ``context()``, which also ends after an
-    error."""
-    enter, leave = _entering(context)
-    model.register_forward_pre_hook(enter, prepend=True)
-    model.register_forward_hook(leave, always_call=True)
-
-
 def _entering(
     context: Callable[[], AbstractContextManager[object]],
 ) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -187,6 +180,7 @@ def _within(
     context: Callable[[], AbstractContextManager[object]],
     is_wanted: Callable[[], bool],
     method: Callable[..., Any],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

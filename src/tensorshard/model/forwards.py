@@ -26,6 +26,8 @@ class Role(IntEnum):
 
     FAKE_EXPERTS = auto()
     """On fake tensors: experts whose routing depends on values pretend to compute."""
+    REPEATED_NOISE = auto()
+    """An activation that draws does so in an operation of its own, so that a repetition can compare what it saves."""
     LOCAL_STATISTICS = auto()
     """A ``SyncBatchNorm`` computes as a plain batch normalization, which the next role synchronizes."""
     SYNCHRONIZED_STATISTICS = auto()
@@ -131,6 +133,26 @@ def replace_forward(module: nn.Module, role: Role, forward: Forward) -> None:
     _add(module, role, _Layer(partial(_second, forward), replaces=True))
 
 
+def unwrap_forward(module: nn.Module, role: Role) -> None:
+    """Takes away the code of `role` around `module`'s forward; with the last one, the module is as it was.
+
+    Raises:
+        KeyError: it has none.
+        RuntimeError: as :func:`wrap_forward`.
+    """
+    record = _record_of(module)
+    if record is None:
+        raise KeyError(role.name)
+    _check_is_ours(module, record)
+    del record.layers[role]
+    if record.layers:
+        record.composed = vars(module)["forward"] = record.compose()
+        return
+    del vars(module)[_RECORD], vars(module)["forward"]
+    if record.own_is_the_users:
+        vars(module)["forward"] = record.own
+
+
 def own_forward(module: nn.Module) -> Forward:
     """The forward of `module`'s class, or the one that the user set on the instance, without anything around it."""
     record = _record_of(module)
@@ -203,11 +225,8 @@ def _add(module: nn.Module, role: Role, layer: _Layer) -> None:
     record = _record_of(module)
     if record is None:
         record = _Record(module.forward, "forward" in vars(module))
-    elif vars(module).get("forward") is not record.composed:
-        raise RuntimeError(
-            f"the forward of this {_name(module)} was set after tensorshard had changed it; set forwards before "
-            f"parallelize, around which the rest is then put"
-        )
+    else:
+        _check_is_ours(module, record)
     if role in record.layers:
         raise ValueError(f"this {_name(module)} has a forward for {role.name} already, and can have one")
     layers = {**record.layers, role: layer}
@@ -226,6 +245,14 @@ def _add(module: nn.Module, role: Role, layer: _Layer) -> None:
     # Not by Module.__setattr__: a wrapper such as torch.compile's OptimizedModule would pass it on to its module.
     vars(module)[_RECORD] = record
     vars(module)["forward"] = record.composed
+
+
+def _check_is_ours(module: nn.Module, record: _Record) -> None:
+    if vars(module).get("forward") is not record.composed:
+        raise RuntimeError(
+            f"the forward of this {_name(module)} was set after tensorshard had changed it; set forwards before "
+            f"parallelize, around which the rest is then put"
+        )
 
 
 def _record_of(module: nn.Module) -> _Record | None:

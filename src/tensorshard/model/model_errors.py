@@ -13,7 +13,7 @@ from torch import nn
 
 from tensorshard.common.words import with_article
 from tensorshard.model.provenance import run_operation
-from tensorshard.model.reachable_state import is_foreign, users_class
+from tensorshard.model.reachable_state import is_foreign
 from tensorshard.torch_private.modules import MODULE_CALLS
 
 _PACKAGE = Path(__file__).parents[1]
@@ -63,6 +63,18 @@ def raised_in_operation(error: Exception) -> bool:
     return bool(frames) and any(_is_inside(frames[-1].f_code.co_filename, folder) for folder in (_PACKAGE, _TORCH))
 
 
+def failed_line(error: Exception) -> tuple[str, int] | None:
+    """File and line of the model's code that ended with `error`; None if it is not known."""
+    folders = (_PACKAGE, _TORCH)
+    traceback, line = error.__traceback__, None
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if _is_inside(file, _MODELS) or not any(_is_inside(file, folder) for folder in folders):
+            line = file, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
 def _frames(traceback: TracebackType | None) -> list[FrameType]:
     frames = []
     while traceback is not None:
@@ -100,7 +112,7 @@ def failed_module(error: BaseException, model: nn.Module) -> str:
         if name:
             module, given = frame.f_locals["self"], [*frame.f_locals["args"]]
             given += [frame.f_locals["kwargs"]] if frame.f_locals["kwargs"] else []
-            kind = f"{users_class(module).__name__}({module.extra_repr()})"
+            kind = f"{type(module).__name__}({module.extra_repr()})"
             failed = f"; it failed in {name!r}, {with_article(kind)}, which was called with {describe_batch(given)}"
     return failed
 
@@ -158,9 +170,9 @@ def _module_of(traceback: TracebackType | None) -> str | None:
         if isinstance(owner, nn.Module):
             running.append(owner)
         traceback = traceback.tb_next
-    users = [module for module in running if not is_foreign(users_class(module).__module__)] or running
+    users = [module for module in running if not is_foreign(type(module).__module__)] or running
     if not users:
         return None
     names = {id(module): name for name, module in running[0].named_modules()}
-    name, kind = names.get(id(users[-1])), users_class(users[-1]).__name__
+    name, kind = names.get(id(users[-1])), type(users[-1]).__name__
     return f"{name!r} ({kind})" if name else kind

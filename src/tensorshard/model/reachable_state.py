@@ -79,7 +79,7 @@ class StateOfModules:
         self._modules = list(modules)
         self._ids = {id(module) for module in self._modules}
         # torch's layers keep no state of their own; what a subclass's forward does is unknown.
-        self._users = [module for module in self._modules if not is_foreign(users_class(module).__module__)]
+        self._users = [module for module in self._modules if not is_foreign(type(module).__module__)]
         classes = dict.fromkeys(cls for module in self._users for cls in forward_classes(type(module)))
         self._code = used_by_forwards(classes)
         self._enclosed = [pair for function in self._code.enclosed for pair in variables_around(function)]
@@ -99,11 +99,6 @@ class StateOfModules:
             reached.places.append(Entries(buffer_table(module)))  # a forward may register one
         for cls, names in self._data.items():
             self._add(reached, Named(cls, names), 0)
-        for kind in dict.fromkeys(type(module) for module in self._users if users_class(module) is not type(module)):
-            # FSDP gives a module a class of its own, on which ``type(self).count += 1`` sets the attribute.
-            inherited = tuple(name for cls in kind.__mro__ for name in self._data.get(cls, ()))
-            if inherited:
-                self._add(reached, Named(kind, inherited), 0)
         for namespace, name in self._code.variables:
             self._add(reached, Variables(namespace, (name,)), 0)
         for cell, assigned in self._enclosed:
@@ -174,7 +169,7 @@ class StateOfModules:
 
     def _visit_module(self, reached: Reached, module: nn.Module, depth: int) -> None:
         """A module that is not in the block, such as its parent, or one that is kept in a list."""
-        if id(module) in self._ids or is_foreign(users_class(module).__module__):
+        if id(module) in self._ids or is_foreign(type(module).__module__):
             return
         inside = list(module.modules())
         around = any(id(inner) in self._ids for inner in inside)
@@ -192,12 +187,6 @@ class StateOfModules:
         names = tuple(name for _, name in slots_of(value))
         if names:
             self._add(reached, Named(value, names), depth)
-
-
-def users_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module`, without one that FSDP put around it."""
-    cls = type(module)
-    return cls.__mro__[2] if cls.__module__.startswith("torch.distributed") and len(cls.__mro__) > 2 else cls
 
 
 def _data_of(cls: type) -> tuple[str, ...]:

@@ -211,12 +211,6 @@ def note_references(model: nn.Module) -> None:
             places.of.setdefault(name, []).append(place)
 
 
-def has_references(module: nn.Module, name: str) -> bool:
-    """Whether a reference is noted that follows ``module.name``."""
-    places: References | None = vars(module).get(REFERENCES)
-    return places is not None and name in places.of
-
-
 def update_references(module: nn.Module, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
     """Tells the references of ``module.name`` that `new` was put in the place of `old`, by whatever way."""
     places: References | None = vars(module).get(REFERENCES)

@@ -101,6 +101,6 @@ def call_before_methods(model: nn.Module, action: Callable[[], None]) -> None:
             setattr(module, method, partial(_after, action, getattr(module, method)))
 
 
-def _after(action: Callable[[], None], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _after(action: Callable[[], None], method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     action()
     return method(*args, **kwargs)

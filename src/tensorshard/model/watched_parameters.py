@@ -5,12 +5,16 @@ subclass with ``__torch_function__``, which torch calls for every function and a
 An unwatched parameter costs nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tensorshard.torch_private.dispatch import NOT_CALLED, without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
@@ -19,6 +23,9 @@ from tensorshard.torch_private.tensors import share_storage, tensor_version
 
 _WATCHES = "_tensorshard_watches"  # a key in a parameter's __dict__
 _TAKEN = "_tensorshard_data_taken"
+_HOOKS, _HOOKS_AFTER = "_tensorshard_gradient_hooks", "_tensorshard_hooks_after"
+_NAME = "_tensorshard_name"
+_PAUSED = "_tensorshard_watches_paused"  # how many of them are away
 
 
 _TENSOR: Any = torch.Tensor
@@ -41,6 +48,17 @@ METADATA = frozenset(
     _TENSOR.register_hook,
     _TENSOR.register_post_accumulate_grad_hook,
     _TENSOR.__hash__,
+    _TENSOR.is_complex,
+    _TENSOR.new_zeros,
+    _TENSOR.new_ones,
+    _TENSOR.new_empty,
+    _TENSOR.new_full,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
 }
 """Functions that do not look at the values of a tensor, as ``__torch_function__`` gets them."""
 
@@ -51,6 +69,9 @@ _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 class Watch:
     """What happens when code uses a watched parameter. This one does nothing."""
+
+    def before_call(self, function: Callable[..., Any], watches: Collection["Watch"]) -> None:
+        """Called before `function` gets parameters with these `watches`, of which this is one."""
 
     def before_use(self, parameter: nn.Parameter, function: Callable[..., Any]) -> None:
         """Called before `function` gets `parameter`. For attributes it is the getter, as in ``torch.Tensor.shape``."""
@@ -75,7 +96,7 @@ class Watch:
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of ``function(*args, **kwargs)``, in which a watched parameter is; NotImplemented to leave it to
-        the next watch, and then to torch. Called after every :meth:`before_use`."""
+        the next watch further in, and then to torch. Called after every :meth:`before_use`."""
         return NotImplemented
 
 
@@ -95,17 +116,59 @@ class NotedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        with without_torch_functions_of_tensors():
+            if value.dtype != self.dtype or value.device != self.device:
+                raise RuntimeError(
+                    f"the parameter {self.__dict__.get(_NAME, '')!r} was given other memory (p.data = ..., "
+                    f"model.half(), model.to(...)) of {value.dtype} on {value.device}, and the plan laid it out as "
+                    f"{self.dtype} on {self.device}: set the type in Plan(precision=...) and the device in "
+                    f"parallelize(device=...), or copy values into it with p.copy_(values) under torch.no_grad()"
+                )
         _TENSOR.data.__set__(self, value)
         self.__dict__[_TAKEN] = True
+
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """The `hook` gets the gradient of the whole batch, once it is complete, and may return another."""
+        return self._register(_HOOKS, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """The `hook` gets the parameter, whose ``grad`` is that of the whole batch."""
+        return self._register(_HOOKS_AFTER, hook)
+
+    def _register(self, key: str, hook: Callable[..., Any]) -> RemovableHandle:
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        hooks = self.__dict__.setdefault(key, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In files it is an ``nn.Parameter`` with the values at this time."""
+        values = self.detach()
+        plain = nn.Parameter(values if type(values) is torch.Tensor else values.clone(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 NotedParameter.__name__ = NotedParameter.__qualname__ = "Parameter"
 
 
-def note_data(parameter: nn.Parameter) -> None:
-    """Makes `parameter` note when its ``data`` are taken."""
+def note_data(parameter: nn.Parameter, name: str) -> None:
+    """Makes the `parameter` with this `name` note when its ``data`` are taken."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = NotedParameter
+        parameter.__dict__[_NAME] = name
+
+
+def have_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one of `parameters` may have hooks of the user's."""
+    return any(_HOOKS in p.__dict__ or _HOOKS_AFTER in p.__dict__ for p in parameters)
+
+
+def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks of the user's that get its gradient, and those that get it with its gradient."""
+    own = parameter.__dict__
+    return list(own.get(_HOOKS, {}).values()), list(own.get(_HOOKS_AFTER, {}).values())
 
 
 def note_taken(parameter: nn.Parameter) -> None:
@@ -130,13 +193,15 @@ class _Watched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        watches: dict[Watch, None] = {}
         with without_torch_functions_of_tensors():
-            for parameter in _watched((args, kwargs.values())):
+            parameters = list(_watched((args, kwargs.values())))
+            watches = dict.fromkeys(watching for parameter in parameters for watching in watches_of(parameter))
+            for watching in watches:
+                watching.before_call(func, watches)
+            for parameter in parameters:
                 for watching in watches_of(parameter):
                     watching.before_use(parameter, func)
-                    watches[watching] = None
-        for watching in watches:
+        for watching in reversed(watches):  # the outermost first
             result = watching.call(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -177,6 +242,7 @@ class _Watched:
             copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
         copied.__class__ = plain
         copied.__dict__.pop(_WATCHES, None)
+        copied.__dict__.pop(_PAUSED, None)
         for watching in watches_of(self):
             if watching.stays_in_copies:
                 watch(copied, watching)
@@ -237,32 +303,72 @@ def unwatch(parameter: nn.Parameter, watching: Watch) -> None:
     if watches is None or watching not in watches:
         return
     watches.remove(watching)
+    if len(watches) > parameter.__dict__.get(_PAUSED, 0):
+        return
     if not watches:
         del parameter.__dict__[_WATCHES]
+    if isinstance(parameter, _Watched):
         parameter.__class__ = type(parameter).__mro__[2]
 
 
 class Pause:
-    """Parameters whose one watch is away for a while, at the cost of an assignment each.
+    """Parameters of which one watch is away for a while, at the cost of an assignment each.
 
-    While it is, they are of their plain class, if nothing else watches them.
+    Where all watches are away, they are of their plain class.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = [
-            (p, type(p).__mro__[2], type(p), p.__dict__[_WATCHES]) for p in parameters if isinstance(p, _Watched)
-        ]
+        self._parameters = [(p, type(p).__mro__[2], type(p), p.__dict__) for p in parameters if isinstance(p, _Watched)]
 
     def begin(self) -> None:
         """From now on, the watch is away."""
-        for parameter, plain, _, watches in self._parameters:
-            if len(watches) == 1:
+        for parameter, plain, _, attributes in self._parameters:
+            paused = attributes[_PAUSED] = attributes.get(_PAUSED, 0) + 1
+            if len(attributes[_WATCHES]) <= paused:
                 parameter.__class__ = plain
 
     def end(self) -> None:
         """The watch is back."""
-        for parameter, _, watched, _ in self._parameters:
+        for parameter, _, watched, attributes in self._parameters:
+            attributes[_PAUSED] -= 1
             parameter.__class__ = watched
+
+
+class InUsersCode(ABC):
+    """How tensors look to the user's code, where tensorshard's own gets them plain."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    @abstractmethod
+    def switch(self, users_code: bool) -> None:
+        """Called when the user's code begins to run, and when it ends."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which all code gets them plain."""
+        self._depth += 1
+        if self._depth == 1:
+            self.switch(False)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.switch(True)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """A context, within :meth:`paused`, for the user's code."""
+        depth, self._depth = self._depth, 0
+        if depth:
+            self.switch(True)
+        try:
+            yield
+        finally:
+            self._depth = depth
+            if depth:
+                self.switch(False)
 
 
 def _watched(values: Iterable[Any]) -> Iterator[Any]:

@@ -3,12 +3,11 @@ time."""
 
 import mmap
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.offload.scratch_file import round_up
 from tensorshard.offload.tiers import TILE_ALIGNMENT, OffloadedMaster, Slot, SlotSpec, Tiers
 from tensorshard.plan.storage import MasterPlace, ParameterUnits, UpdateProgress
-from tensorshard.torch_private.fsdp import gather_from, padded_shards, replace_shards
+from tensorshard.torch_private.dtensor import shard_of
 
 _THREADS = 8  # requests under way at once
 # A unit's parameters and gradients are allocated and freed all the time, and a heap returns little to the system. A
@@ -35,12 +34,14 @@ class ParameterUnit:
     """Parameters that are read together.
 
     Args:
-        slots: of this rank's shards, with their padding.
+        slots: of this rank's shards.
         masters: the master weights whose shards these are.
+        dtypes: to which they are cast when they are read for a device with memory of its own.
     """
 
     slots: list[Slot]
-    masters: Sequence[nn.Parameter]
+    masters: Sequence[nn.Parameter] = ()
+    dtypes: Sequence[torch.dtype] = ()
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +77,7 @@ class _Buffer:
     unit: ParameterUnit
     memory: _Memory
     tensors: list[torch.Tensor] = field(default_factory=list)
-    narrow: list[torch.Tensor] = field(default_factory=list)  # the same, cast; empty if they are gathered as they are
+    cast: list[torch.Tensor] = field(default_factory=list)  # the same, cast; empty if they are gathered as they are
     transfers: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> OSError | None:
@@ -99,14 +100,11 @@ class OffloadedParameters(ParameterUnits):
 
     Args:
         tiers: where the parameters go.
-        gathered_as: the type to which all of them are cast when they are read for a device with memory of its own; None
-            for their own.
     """
 
-    def __init__(self, tiers: Tiers, gathered_as: torch.dtype | None = None) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         if not tiers.fake:
             map_tensors_from(_MAPPED_BYTES)
-        self._gathered_as = None if tiers.copies is None else gathered_as
         self._is_current: Callable[[Sequence[nn.Parameter]], bool] = lambda _: True  # no update of them is under way
         self._refused: Exception | None = None
         self._tiers = tiers
@@ -117,22 +115,23 @@ class OffloadedParameters(ParameterUnits):
         self._previous: Hashable = None
         self._next: dict[Hashable, ParameterUnit] = {}
 
-    @property
-    def on_host(self) -> bool:
-        return self._tiers.copies is not None
-
-    def keep(self, group: Any) -> Mapping[nn.Parameter, MasterPlace]:
-        shards = padded_shards(group)
+    def keep(self, shard: torch.Tensor) -> tuple[torch.Tensor, MasterPlace]:
         try:
-            unit = self.add(list(shards.values()), list(shards))
+            unit = self.add([shard.reshape(-1)])
         except (ValueError, OSError) as error:
-            # Other ranks may wait for this rank's values of later units. These take no memory here.
+            # Other ranks may wait for this rank's values of later parameters. These take no memory here.
             self._refused = self._refused or error
-            replace_shards(group, [shard.new_zeros(1).expand(shard.numel()) for shard in shards.values()])
-            return {}
-        replace_shards(group, [slot.tensor for slot in unit.slots])
-        gather_from(group, partial(self.read, unit))
-        return {master: OffloadedMaster(slot) for master, slot in zip(shards, unit.slots, strict=True)}
+            return shard.new_zeros(1).expand(shard.shape), MasterPlace()
+        [slot] = unit.slots
+        return slot.tensor.view(shard.shape), OffloadedMaster(slot)
+
+    def unit(
+        self, masters: Sequence[nn.Parameter], places: Sequence[MasterPlace], dtypes: Sequence[torch.dtype]
+    ) -> ParameterUnit:
+        slots = [place.slot for place in places if isinstance(place, OffloadedMaster)]  # all, or the plan is refused
+        unit = ParameterUnit(slots, masters, dtypes)
+        self._sizes[self._size(unit)] += 1
+        return unit
 
     def check_room(self, group: dist.ProcessGroup) -> None:
         succeed_together(self._check_not_refused, group, "parallelize")
@@ -147,11 +146,8 @@ class OffloadedParameters(ParameterUnits):
     def watch_updates(self, update: UpdateProgress) -> None:
         self._is_current = update.is_done
 
-    def add(self, shards: Sequence[torch.Tensor], masters: Sequence[nn.Parameter] = ()) -> ParameterUnit:
+    def add(self, shards: Sequence[torch.Tensor]) -> ParameterUnit:
         """Makes a unit that holds the values of `shards`, which are flat. They may be freed once this returns.
-
-        Args:
-            masters: the master weights whose shards they are.
 
         Raises:
             ValueError: there is no space for them.
@@ -159,17 +155,13 @@ class OffloadedParameters(ParameterUnits):
         """
         tier = self._tiers.offload.parameters
         assert tier is not None
-        unit = ParameterUnit(
-            self._tiers.add(tier, [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards]),
-            masters,
-        )
-        self._sizes[self._size(unit)] += 1
+        specs = [SlotSpec("parameters", shard.numel(), shard.dtype) for shard in shards]
+        unit = ParameterUnit(self._tiers.add(tier, specs))
         buffer = self._buffer(unit)
         for tensor, shard in zip(buffer.tensors, shards, strict=True):
             tensor.copy_(shard)
         self._submit(buffer, write=True)
         failure = buffer.wait()
-        self._keep(buffer)
         if failure is not None:
             raise failure
         return unit
@@ -187,7 +179,7 @@ class OffloadedParameters(ParameterUnits):
 
     @contextmanager
     def read(self, unit: ParameterUnit, phase: Hashable) -> Iterator[list[torch.Tensor]]:
-        """Gives the values of `unit`, one flat tensor for each slot, until the context ends.
+        """Gives the values of `unit`, a tensor for each slot, until the context ends.
 
         If the disk fails they are zeros, and :attr:`.Tiers.failure` says so: an exception here would leave other ranks
         waiting.
@@ -199,10 +191,11 @@ class OffloadedParameters(ParameterUnits):
         failure = buffer.wait()
         if failure is not None:
             self._tiers.failure = failure
-            for tensor in (*buffer.tensors, *buffer.narrow):
+            for tensor in (*buffer.tensors, *buffer.cast):
                 tensor.zero_()
         try:
-            yield buffer.narrow or buffer.tensors
+            shapes = [shard_of(master).shape for master in unit.masters] or [slot.tensor.shape for slot in unit.slots]
+            yield [tensor.view(shape) for tensor, shape in zip(buffer.cast or buffer.tensors, shapes, strict=True)]
         finally:
             self._keep(buffer)
         if self._previous is not None:
@@ -243,18 +236,24 @@ class OffloadedParameters(ParameterUnits):
             own = memory.bytes[offset : offset + slot.tensor.nbytes]
             buffer.tensors.append(own.view(slot.tensor.dtype))
             offset += _nbytes(slot)
-        if self._gathered_as is None:
+        if self._tiers.copies is None:
             return buffer
-        for slot in unit.slots:
-            count = slot.tensor.numel() * self._gathered_as.itemsize
-            buffer.narrow.append(memory.bytes[offset : offset + count].view(self._gathered_as))
+        for tensor, dtype in zip(buffer.tensors, unit.dtypes, strict=False):  # none for `add`
+            if tensor.dtype == dtype:
+                buffer.cast.append(tensor)
+                continue
+            count = tensor.numel() * dtype.itemsize
+            buffer.cast.append(memory.bytes[offset : offset + count].view(dtype))
             offset += round_up(count)
         return buffer
 
     def _size(self, unit: ParameterUnit) -> int:
         """Bytes of a buffer for `unit`."""
-        narrow = 0 if self._gathered_as is None else self._gathered_as.itemsize
-        return unit.nbytes + sum(round_up(slot.tensor.numel() * narrow) for slot in unit.slots)
+        if self._tiers.copies is None or not unit.dtypes:
+            return unit.nbytes
+        pairs = zip(unit.slots, unit.dtypes, strict=True)
+        cast = (round_up(s.tensor.numel() * dtype.itemsize) for s, dtype in pairs if s.tensor.dtype != dtype)
+        return unit.nbytes + sum(cast)
 
     def _keep(self, buffer: _Buffer) -> None:
         """Keeps the memory for other units of the same size. If there are none, it is freed."""
@@ -279,8 +278,8 @@ class OffloadedParameters(ParameterUnits):
                 memory = view[first : first + round_up(part.numel() * tensor.element_size())]
                 slot.moved += len(memory)
                 move = slot.write if write else slot.read
-                if buffer.narrow and not write:
-                    move = partial(_read_and_cast, slot, buffer.narrow[index][start : start + each])
+                if buffer.cast and not write and buffer.cast[index] is not tensor:
+                    move = partial(_read_and_cast, slot, buffer.cast[index][start : start + each])
                 buffer.transfers.append(self._pool.submit(move, start, part, memory))
             offset += _nbytes(slot)
 

@@ -123,10 +123,8 @@ class TieredStorage(Storage):
         place = self._tiers.keep(values, copy)
         return place.slot.tensor.view(values.shape), place
 
-    def parameter_units(self, gathered_as: torch.dtype | None) -> ParameterUnits:
-        if self._offload.parameters is None:
-            return super().parameter_units(gathered_as)
-        return OffloadedParameters(self._tiers, gathered_as)
+    def parameter_units(self) -> ParameterUnits:
+        return super().parameter_units() if self._offload.parameters is None else OffloadedParameters(self._tiers)
 
     # -- training --
 

@@ -29,15 +29,16 @@ from tensorshard.comm.world import (
     world,
     world_size,
 )
-from tensorshard.data_parallel.fully_sharded import shard_units
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.data_parallel.sharding_units import shard_units
 from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.engine.engine import Engine, LossFunction
+from tensorshard.engine.engine_random import EngineRandom, kept_random_state, share_host_random_state
 from tensorshard.engine.frozen import FrozenModel
 from tensorshard.engine.guards.foreign_optimizers import mark_replaced
 from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.optimizer import OptimizerFactory, check_trains
-from tensorshard.engine.random_streams import RandomStreams, kept_random_state, share_host_random_state
+from tensorshard.engine.same_numbers import REMEDY
 from tensorshard.host.process_settings import HostHeap, schedule_as_batch
 from tensorshard.layers.parallel_module import ParallelModule
 from tensorshard.model.blocks import find_blocks
@@ -60,6 +61,9 @@ from tensorshard.passes.recompute import always_compare
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import DeviceStorage, Storage
+from tensorshard.random.call_sites import ModelRandomness
+from tensorshard.random.plain_loop import make_trial
+from tensorshard.random.trial_runs import TrialModel
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 
@@ -282,6 +286,7 @@ def build_engine(
         storage = open_storage(plan, mesh, device, off_device=off_device)
         broadcast = not agreed and mesh.world_size > 1
         cache = GenerationCache(source.module)
+        trial = _trial_of(source.module, plan, mesh)
         with cache.off():
             sharded = shard_model(
                 source,
@@ -295,8 +300,9 @@ def build_engine(
             )
         if debug:
             always_compare(sharded.model)
-        # Dropout differs between data ranks and between pipeline ranks, and is repeatable.
-        random = RandomStreams(seed * 1_000_003 + mesh.index("pp") * mesh.dp_size + mesh.dp_rank, device)
+        shares_samples = plan.random == "by_rank" and mesh.degrees["tp"] * mesh.degrees["cp"] > 1
+        place = mesh.index("pp") * mesh.dp_size + mesh.dp_rank
+        random = EngineRandom(seed, place, device, shares_samples=shares_samples)
         engine = Engine(
             sharded,
             plan,
@@ -304,7 +310,6 @@ def build_engine(
             optimizer=optimizer,
             loss_fn=loss_fn,
             device=device,
-            seed=seed,
             random=random,
             cache=cache,
             own_rules=rules,
@@ -313,6 +318,8 @@ def build_engine(
             storage=storage,
             heap=heap,
         )
+        compiled = find_blocks(source.module) if plan.compile else {}
+        engine.draw_from(None if trial is None else _randomness_of(sharded, trial, random, mesh, compiled))
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
     _protect(engine, source, users_parameters)
     if mesh.rank == 0:
@@ -407,6 +414,35 @@ def shard_model(
         full_model=model,
     )
     return apply_passes(part, context)
+
+
+def _trial_of(model: nn.Module, plan: Plan, mesh: Mesh) -> TrialModel | Exception | None:
+    """A copy of the model before the plan is applied, for random numbers that do not depend on the plan; None for
+    numbers by rank, or the reason why there can be none."""
+    if plan.random != "same" or world().is_simulated:
+        return None
+    if mesh.degrees["tp"] > 1 and split_by_hand(model):
+        return ValueError("its layers were split by hand, and each rank has a part of them")
+    return make_trial(model)
+
+
+def _randomness_of(
+    sharded: ShardedModel, trial: TrialModel | Exception, random: EngineRandom, mesh: Mesh, compiled: Collection[str]
+) -> ModelRandomness:
+    stages = getattr(sharded, "stages", ())
+    modules = [named for stage in stages for named in stage.module.named_modules() if named[0] not in stage.elsewhere]
+    modules = modules or list(sharded.model.named_modules())
+    part = mesh.index("tp"), mesh.degrees["tp"]
+    # Under cp, tensor-parallel ranks share each rank's positions, not those of the whole sequence.
+    table = getattr(sharded.split, "table", None)
+    sequences = table.sequence.values() if table is not None and mesh.degrees["cp"] > 1 else ()
+    undivided = {(split.ndim, split.dim) for split in sequences}
+    numbers = ModelRandomness(
+        lambda: random.seed, trial, modules, remedy=REMEDY, part=part, compiled=compiled, undivided=undivided
+    )
+    for stage in stages[:1]:
+        stage.take_numbers(numbers)
+    return numbers
 
 
 def _host_heap(plan: Plan, mesh: Mesh) -> HostHeap:

@@ -29,7 +29,6 @@ from tensorshard.model.quantized import is_quantized, quantized_parameters
 from tensorshard.model.trains_itself import own_rules, self_training
 from tensorshard.parallelize.parallelized_models import check_not_parallelized
 from tensorshard.passes.batch_norm import check_batch_norms
-from tensorshard.passes.precision import master_dtype
 from tensorshard.plan.plan import Plan
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.table.layouts import Layout, check_can_split
@@ -213,8 +212,6 @@ def check_model(
                 f"module {name!r} is {kind_of(module)} with sparse=True, but only dense gradients can be "
                 f"averaged over ranks; build it with sparse=False"
             )
-    if plan.shards_parameters:
-        _check_fully_shardable(model, trained)
     data_ranks = plan.dp_replicate * plan.dp_shard
     check_batch_norms(model, ranks=data_ranks * plan.tp * plan.pp * plan.cp, data_ranks=data_ranks)
     if isinstance(plan.shard_units, list):
@@ -303,16 +300,6 @@ def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
             f"parameters out anew, and the hook would never be called; hook the module that reads it "
             f"(register_full_backward_hook), or change gradients before each update by "
             f"engine.register_gradient_hook(hook)"
-        )
-
-
-def _check_fully_shardable(model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
-    by_dtype = {master_dtype(p.dtype): name for name, p in trained.items()}
-    if len(by_dtype) > 1:
-        examples = " and ".join(f"{name!r} ({_short(dtype)})" for dtype, name in by_dtype.items())
-        raise ValueError(
-            f"zero=3 gathers parameters of one type together, but the model trains parameters of several, such as "
-            f"{examples}; convert them to one type, or use zero=2"
         )
 
 

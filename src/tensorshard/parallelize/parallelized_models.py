@@ -21,7 +21,6 @@ from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.compilation import is_called_by_compiled_code
 from tensorshard.torch_private.modules import MODULE_CALLS
 from tensorshard.torch_private.process_groups import refuse_wrappers
-from tensorshard.weights.files.export import own_class
 from tensorshard.weights.initial import HeldTensors, TensorSource
 
 _WHOLE = "build the model anew in one process, load engine.full_state_dict() of rank 0 into it, and take that one"
@@ -135,7 +134,7 @@ class _Replaced(Watch):
             return
         module, line = reader
         raise RuntimeError(
-            f"a forward of {with_article(own_class(module).__name__)} ({line}) reads parameter {self._name!r} "
+            f"a forward of {with_article(type(module).__name__)} ({line}) reads parameter {self._name!r} "
             f"as it was before parallelize laid the model out, so that nothing would train it: it is held "
             f"where no attribute of the model leads to, such as a global variable or an attribute of a class. Read the "
             f"registered parameter, or keep it in an attribute of a module, in a list, dict, object or function there"

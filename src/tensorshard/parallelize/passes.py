@@ -132,37 +132,22 @@ def buffers(part: Part, context: PassContext) -> None:
 
 
 def data_parallel(part: Part, context: PassContext) -> None:
-    """Parameters get their values, and are sharded as the ZeRO level says; gradients are averaged."""
+    """Parameters get their values, and are sharded as the ZeRO level says; gradients are summed."""
+    from tensorshard.data_parallel.zero_model import ZeroModel
+
     plan = context.plan
-    reduce_dtype = DTYPES[plan.reduce_dtype or "fp32"]
-    if plan.shards_parameters:
-        from tensorshard.data_parallel.fully_sharded import FullyShardedModel
-
-        part.sharded = FullyShardedModel(
-            part.module,
-            part.local_value,
-            part.units,
-            context.mesh,
-            part.split,
-            precision=plan.precision,
-            reduce_dtype=reduce_dtype,
-            storage=context.storage,
-        )
-    else:
-        from tensorshard.data_parallel.replicated import ReplicatedModel
-
-        names = [name for name, _ in part.module.named_parameters()]
-        part.sharded = ReplicatedModel(
-            part.module,
-            ((name, part.local_value(name)) for name in names),
-            part.units,
-            context.mesh,
-            part.split,
-            level=int(plan.zero),
-            precision=plan.precision,
-            reduce_dtype=reduce_dtype,
-            storage=context.storage,
-        )
+    names = [name for name, _ in part.module.named_parameters()]
+    part.sharded = ZeroModel(
+        part.module,
+        ((name, part.local_value(name)) for name in names),
+        part.units,
+        context.mesh,
+        part.split,
+        level=int(plan.zero),
+        precision=plan.precision,
+        reduce_dtype=DTYPES[plan.reduce_dtype or "fp32"],
+        storage=context.storage,
+    )
     part.sharded.logits = part.logits
     part.sharded.sequences = part.sequences
 

@@ -59,11 +59,7 @@ def _module_restorer(module: nn.Module) -> Callable[[], None]:
     kind, attributes = type(module), _attributes_restorer(vars(module))
 
     def restore() -> None:
-        if type(module) is not kind:
-            from tensorshard.torch_private.fsdp import forget_fully_shard
-
-            module.__class__ = kind
-            forget_fully_shard(module)
+        module.__class__ = kind
         attributes()
 
     return restore

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from tensorshard.context_parallel.sequence_tensor import SequenceTensor, before_
 from tensorshard.expert_parallel.search import SplitExperts, find_routed_experts
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.plan.mesh import Mesh
+from tensorshard.random.call_sites import current_randomness
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.table.layouts import Layout, OwnedLayout
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
@@ -114,6 +116,13 @@ def _with_own_positions(repeats: int, forward: Forward, /, *args: Any, **kwargs:
         return SequenceTensor(leaf, 0, expanded(layout, outer, inner), group)
 
     args, kwargs = tree_map(own_part, (args, kwargs))
-    with activated(None):
+    source = current_randomness()
+    numbered: AbstractContextManager[None] = nullcontext()
+    if source is not None:
+        rows = source.rows_of_samples(lead.local.new_empty((*shape[:dim], layout.length, *shape[dim + 1 : -1], 1)))
+        numbers = rows.numbers.view(*shape[:dim], layout.length, *shape[dim + 1 : -1])
+        numbers = part_of(numbers, dim, layout, "experts", group).flatten()
+        numbered = source.rows_are(lead.local, numbers, rows.per_sample)
+    with activated(None), numbered:
         result = forward(*args, **kwargs)
     return tree_map(joined, result)

@@ -21,14 +21,12 @@ from tensorshard.parallelize.part import Part, PassContext
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.tensor_parallel.apply.apply_table import apply_tensor_parallel, find_layouts
-from tensorshard.tensor_parallel.apply.randomness import split_randomness
 from tensorshard.tensor_parallel.apply.sequence_parallel import apply_sequence_parallel
 from tensorshard.tensor_parallel.apply.tensor_split import SplitOutputs, TensorSplit, shard_buffers
 from tensorshard.tensor_parallel.search.choose_table import choose_tensor_table
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Gather, Slice
 from tensorshard.tensor_parallel.table.table import VerifiedTable
-from tensorshard.tensor_parallel.verify.model_run import find_units
 from tensorshard.tensor_parallel.verify.simulated_ranks import fake_process_group
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 from tensorshard.torch_private.modules import own_parameters
@@ -126,15 +124,8 @@ def split_tensors(part: Part, table: VerifiedTable, context: PassContext) -> Ten
         whole=part.full_model,
         elsewhere=part.elsewhere,
     )
-    styles = {name: style for name, style in table.plan.resolve(part.full_model).items() if name not in part.elsewhere}
     in_shards = _sent_in_shards(part, table.sequence) if context.mesh.degrees["cp"] == 1 else set()
     sequence = _sequence_splits(part, table.sequence, in_shards)
-    # If the model was examined as one unit, but only some blocks inside get parts of a sequence, these blocks draw
-    # random numbers separately.
-    units = find_units(part.full_model)
-    drawing = units if "" not in units or "" in table.sequence else table.sequence or [""]
-    random = [name for name in drawing if name not in part.elsewhere | table.not_random]
-    split_randomness(part.module, random, styles, sequence, group)
     part.sequences = apply_sequence_parallel(
         part.module,
         sequence,

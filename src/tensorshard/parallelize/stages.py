@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorshard.comm.decisions import broadcast_first, decide_once
 from tensorshard.common.words import is_inside
-from tensorshard.data_parallel.fully_sharded import stage_shard_units
+from tensorshard.data_parallel.sharding_units import stage_shard_units
 from tensorshard.model.blocks import find_blocks, select_modules
 from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.model_errors import raised_by_model
@@ -141,7 +141,7 @@ def _tracer(source: TensorSource, context: PassContext) -> Tracer:
         source.module, lambda name, tensor: tensor if isinstance(tensor, nn.Parameter) else source.tensor(name)
     )
     units = None if plan.pp_units is None else _units(with_buffers, plan.pp_units)
-    return Tracer(with_buffers, units=units, device=context.device, prepare=prepare)
+    return Tracer(with_buffers, units=units, device=context.device, prepare=prepare, same_numbers=plan.random == "same")
 
 
 def _units(model: nn.Module, named: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.forwards import Forward, Role, roles_of, wrap_forward
 from tensorshard.model.kept_results import KeepsResults
 from tensorshard.model.parameters import BufferValues, Exchanged, keeps_statistics
 from tensorshard.model.state_before_call import ChangedArgumentError, StateBeforeCall, StateBeforeCalls
@@ -80,6 +80,16 @@ def apply_recompute(blocks: Iterable[nn.Module], mode: str, names: Mapping[nn.Mo
         # A wrapping module would put its name into every parameter's name; checkpoints would then depend on the plan.
         wrap_forward(block, Role.RECOMPUTATION, partial(_recomputed, recomputed))
         vars(block)[_RECOMPUTED] = recomputed
+        for module in block.modules():
+            if isinstance(module, nn.RReLU) and Role.REPEATED_NOISE not in roles_of(module):
+                wrap_forward(module, Role.REPEATED_NOISE, partial(_rrelu, module))
+
+
+def _rrelu(module: nn.RReLU, forward: Forward, /, input: torch.Tensor) -> torch.Tensor:
+    """torch's operator gives its noise to autograd before it is drawn."""
+    if not module.training:
+        return forward(input)  # type: ignore[no-any-return]
+    return input * torch.empty_like(input).uniform_(module.lower, module.upper).where(input <= 0, 1.0)
 
 
 def always_compare(model: nn.Module) -> None:

@@ -383,7 +383,7 @@ def unit_stages(cut: Cut) -> dict[str, frozenset[int]]:
     return {unit: frozenset(stages) for unit, stages in stages_of.items()}
 
 
-def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[int]], *, trains: bool) -> Cut | None:
+def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[int]]) -> Cut | None:
     """The calls of `graph` on the stages of `cut`, each on a stage that has its unit.
 
     If several stages have a unit (a cell that is called for each time step, say), its calls are divided as nearly as
@@ -392,7 +392,6 @@ def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[in
     Args:
         graph: another run of the model.
         stages_of: as :func:`unit_stages` gives them.
-        trains: whether every stage must compute something.
 
     Returns:
         None if the order of the calls does not allow it.
@@ -402,8 +401,8 @@ def place_calls(graph: CallGraph, cut: Cut, stages_of: Mapping[str, frozenset[in
     for position, call in enumerate(calls):
         reached = dict(best)
         cuttable = position == 0 or obstacle(graph, position) is None
-        for stage in range(last) if cuttable and (position or not trains) else ():
-            origin = (best if trains else reached).get(stage)
+        for stage in range(last) if cuttable else ():
+            origin = reached.get(stage)
             if origin is None:
                 continue
             moved = abs(position / len(calls) - cut.positions[stage] / len(cut.graph.calls))

@@ -184,13 +184,6 @@ class Mesh:
         """The mesh over which states are sharded: dp_shard x cp as one dimension."""
         return self.along("dp_shard") if self.degrees["cp"] == 1 else self._mesh_of(dp_shard=self.shard_group)
 
-    @cached_property
-    def hybrid_mesh(self) -> DeviceMesh:
-        """The replicas as the first dimension, and :attr:`shard_mesh` as the second one."""
-        if self.degrees["cp"] == 1:
-            return self.along("dp_replicate", "dp_shard")
-        return self._mesh_of(dp_replicate=self.group("dp_replicate"), dp_shard=self.shard_group)
-
     @property
     def gradient_ranks(self) -> int:
         """Number of processes over which gradients are averaged: the data ranks x cp."""
@@ -308,10 +301,6 @@ class _ExpertMesh(Mesh):
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         return self.along("dp_shard")
-
-    @cached_property
-    def hybrid_mesh(self) -> DeviceMesh:
-        return self.along("dp_replicate", "dp_shard")
 
     @property
     def gradient_ranks(self) -> int:

@@ -27,6 +27,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 RECOMPUTE_MODES = ("none", "selective", "full")
 LOGITS_MODES = ("auto", "tiled", "whole")
+RANDOM_NUMBERS = ("same", "by_rank")
 CP_ORDERS = ("auto", "contiguous", "zigzag")
 
 # Fields that only matter along one of the axes.
@@ -91,6 +92,9 @@ class Plan(FromOthers):
             ``docs/logits.md``.
         tiles: in how many parts of its positions a rank computes norms and MLPs, in forward and, once more, in
             backward, so that the results inside of them are held for one part at a time.
+        random: what dropout and other random numbers depend on: "same", the seed, the step, the call and the element
+            alone, so that every plan trains the same; "by_rank", torch's generators, which differ by data rank. See
+            ``docs/exactness.md``.
 
     Raises:
         ValueError: a value that cannot work on any hardware; the message says what would work.
@@ -131,6 +135,7 @@ class Plan(FromOthers):
     cp_order: str = "auto"
     ep: int = 1
     tiles: int = 1
+    random: str = "same"
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -164,6 +169,7 @@ class Plan(FromOthers):
         check_table(self.tp_plan)
         check_dims(self.cp_dims)
         check_choice("cp_order", self.cp_order, CP_ORDERS)
+        check_choice("random", self.random, RANDOM_NUMBERS)
         object.__setattr__(self, "offload", as_offload(self.offload))
         for name in ("pp_split", "pp_units"):
             object.__setattr__(self, name, as_module_names(name, getattr(self, name)))

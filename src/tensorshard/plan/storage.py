@@ -3,7 +3,8 @@
 Code that lays out, trains, saves or predicts asks a :class:`Storage`, and need not know whether a plan offloads.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.sharding import scale_gradients
+from tensorshard.torch_private.dtensor import shards_of
 from tensorshard.torch_private.optimizers import may_skip, skipping
 
 
@@ -138,16 +140,30 @@ class DeviceUpdate(Update):
 
 
 class ParameterUnits:
-    """Keeps the shards of one model whose parameters are gathered a unit at a time."""
+    """Keeps this rank's shards of a model's parameters that are whole only while they are used, a unit at a time. By
+    default they stay in the device's memory."""
 
-    @property
-    def on_host(self) -> bool:
-        """Whether they are in the host's memory, and the device computes in its own."""
-        return False
+    def keep(self, shard: torch.Tensor) -> tuple[torch.Tensor, MasterPlace]:
+        """Copies the shard of one parameter to its place; returns the tensor that shows it there."""
+        return shard.clone(), MasterPlace()
 
-    def keep(self, group: Any) -> Mapping[nn.Parameter, MasterPlace]:
-        """Takes the shards of one of FSDP2's groups of parameters. Returns where they are, unless they stay."""
-        return {}
+    def unit(
+        self, masters: Sequence[nn.Parameter], places: Sequence[MasterPlace], dtypes: Sequence[torch.dtype]
+    ) -> Any:
+        """Notes that `masters` are read together. Returns what :meth:`read` takes.
+
+        Args:
+            dtypes: the types in which forwards compute with them.
+        """
+        return masters
+
+    def read(self, unit: Any, phase: Hashable) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        """The shards of `unit`, until the context ends.
+
+        Args:
+            phase: forward or backward, for example. Each phase has its own order of units.
+        """
+        return nullcontext(shards_of(unit))
 
     def check_room(self, group: dist.ProcessGroup) -> None:
         """Called after the last :meth:`keep`. A collective of `group`, if shards are kept elsewhere.
@@ -164,10 +180,6 @@ class ParameterUnits:
 
     def forget(self) -> None:
         """Called after the shards were changed: drops what was read ahead."""
-
-
-class DeviceUnits(ParameterUnits):
-    """The shards stay in the device's memory."""
 
 
 class TemporaryCopy:
@@ -206,13 +218,9 @@ class Storage:
         """
         return values.clone(), MasterPlace()
 
-    def parameter_units(self, gathered_as: torch.dtype | None) -> ParameterUnits:
-        """Keeps the parameters of one more model, or stage, that is gathered a unit at a time.
-
-        Args:
-            gathered_as: the type in which they are gathered; None for their own.
-        """
-        return DeviceUnits()
+    def parameter_units(self) -> ParameterUnits:
+        """Keeps the shards of one more model, or stage, whose parameters are whole only while they are used."""
+        return ParameterUnits()
 
     # -- training --
 

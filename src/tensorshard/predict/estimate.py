@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,7 +46,6 @@ from tensorshard.torch_private.fake_tensors import (
     grouped_products_of_any_dtype,
     without_fake_kernel_reports,
 )
-from tensorshard.torch_private.fsdp import one_chunk_at_a_time
 from tensorshard.torch_private.process_groups import fake_world
 from tensorshard.weights.files.pretrained_model import without_files
 
@@ -273,7 +271,6 @@ def estimate(
             _ranks_of_a_node(ranks_here),
             fake_world(rank, world_size, _BACKENDS[device]),
             grouped_products_of_any_dtype(),
-            one_chunk_at_a_time(),
             NotPacked(inputs) as rows,
             QuickFakeTensorMode() as fake,
         ):
@@ -431,13 +428,11 @@ def _young_garbage() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, what the Engine logs about itself is not shown, nor what FSDP warns of in each of its runs."""
+    """Inside, what the Engine logs about itself is not shown."""
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-            yield
+        yield
     finally:
         logger.setLevel(before)
 

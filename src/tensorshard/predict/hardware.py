@@ -122,10 +122,10 @@ def communicators(plan: Plan) -> int:
     ZeRO 0 gradients are summed over all replicas and their ranks at once."""
     axes = {axis for axis in AXES if getattr(plan, axis) > 1}
     data, shard = {"dp_replicate", "dp_shard"}, {"dp_shard", "cp"}
-    of_experts = [plan.ep, plan.dp_shard * plan.cp // plan.ep, plan.dp_replicate if plan.zero == 3 else 1]
+    of_experts = [plan.ep, plan.dp_shard * plan.cp // plan.ep]
     by_one_axis = axes
     if plan.zero == 0:
-        of_experts = [plan.ep, of_experts[1] * plan.dp_replicate]
+        of_experts[1] *= plan.dp_replicate
         if data <= axes:
             by_one_axis, shard = axes - data, data
     groups = {frozenset({axis}) for axis in by_one_axis}

@@ -56,12 +56,6 @@ _FUNCTIONAL: dict[str, str] = {
     "broadcast": "broadcast",
 }
 
-# Axis and collective of what FSDP sends for parameters and gradients.
-_OF_FSDP = {
-    *((axis, collective) for axis in ("dp_shard", "shard") for collective in ("all_gather", "reduce_scatter")),
-    ("dp_replicate", "all_reduce"),
-}
-
 
 @dataclass(frozen=True)
 class Kernel:
@@ -236,8 +230,7 @@ class OperationLedger(TorchDispatchMode):
                     continue
                 if axis == "cp" and (transfer.part_of or transfer.collective) != "all_to_all":
                     axis = "shard"  # with one data rank, parameters and gradients travel along cp alone
-                hidden = transfer.overlaps or (plan.zero == 3 and _is_of_fsdp(transfer, axis))
-                operations.transfers[replace(transfer, axis=axis, overlaps=hidden)] += count
+                operations.transfers[replace(transfer, axis=axis)] += count
         return operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -322,12 +315,6 @@ def _is_waited_for(func: Any, args: Any, kwargs: Any) -> bool:
     names = [argument.name for argument in schema(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return not given.get("async_op", given.get("asyncOp", True))
-
-
-def _is_of_fsdp(transfer: Transfer, axis: str) -> bool:
-    """Whether FSDP makes a transfer for parameters or gradients. These run on streams of their own, while the model
-    computes; others along the same axis, such as those of a batch normalization, are the model's own."""
-    return (axis, transfer.part_of or transfer.collective) in _OF_FSDP
 
 
 def axis_of(ranks: list[int], mesh: Mesh) -> str:

@@ -156,7 +156,7 @@ def summarize(
         storage: what is offloaded, and what the last step has moved.
         on_host: whether it is a CPU rank, which has no caching allocator.
     """
-    categories = [known.get(a.number) or _category(a) for a in ledger.allocations]
+    categories = [_category(a, known) for a in ledger.allocations]
     peak, at = _peak(ledger.events, ledger.start)
     live = _live(ledger.events[: at + 1])
     by_category = dict.fromkeys(CATEGORIES, 0)
@@ -189,8 +189,8 @@ def resident(live: int) -> int:
     return live + int(live * _BESIDE_SHARE) + _BESIDE
 
 
-def _category(allocation: Allocation) -> str:
-    return GATHERED if allocation.resized else _BY_PHASE[allocation.phase]
+def _category(allocation: Allocation, known: Mapping[int, str]) -> str:
+    return GATHERED if allocation.resized else known.get(allocation.number) or _BY_PHASE[allocation.phase]
 
 
 def _largest(ledger: StorageLedger, live: Mapping[int, int], categories: Sequence[str]) -> list[LargeTensor]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.model.call_stack import users_line
 from tensorshard.predict.operation_ledger import OperationLedger
 from tensorshard.torch_private.autograd import is_in_backward
-from tensorshard.torch_private.dispatch import TorchDispatchMode
+from tensorshard.torch_private.dispatch import TorchDispatchMode, without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import shard_of
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import DEVICE, FakeTensor, active_fake_mode, fake_device
@@ -210,4 +210,5 @@ class StorageLedger(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return shard_of(tensor).untyped_storage()
+    with without_torch_functions_of_tensors():  # a look is no use of a parameter that is whole only while it is used
+        return shard_of(tensor).untyped_storage()

@@ -5,20 +5,22 @@ way would replace it. ``tests/torch_private/test_torch_private.py`` checks that 
 Nothing here imports anything else of tensorshard. Each topic is imported by itself, so that nobody waits for topics
 that are not used.
 
+    attention          kernels of attention that also tell their sums
     autograd           asking whether backward is running, and steering it
+    coalescing         several collectives as one call, and packed messages
     compilation        when torch.compile compiles
-    ddp                what ``DistributedDataParallel`` averages and leaves alone
     dispatch           modes and classes that see every operation
     dtensor            a DTensor's own shard, its subclasses and its operators
+    fake_results       results of operators on fake tensors, kept for the next call
     fake_tensors       running a model in shapes alone
-    fsdp               FSDP2's collectives
-    fsdp_calls         when FSDP2 gathers and reduces a unit
-    messages           what torch says that a user cannot act on
     modules            a module's own tensors, hooks and conversions; base classes of its layers
     operators          operators without a public name, and what an operator says of itself
     optimizers         clipping, unscaling and learning rates
     pipelining         what torch's pipeline schedules ask of a stage
+    process            what torch keeps for this process, and says
     process_groups     process groups of one's own, and what a group is made of
     pytree             nested structures of tensors
+    random_operators   kernels behind torch's random operators, and what a run draws
+    recomputation      forwards that checkpoints repeat
     tensors            a tensor's memory, version and kind
 """

@@ -30,7 +30,7 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
         tensors: of one type, none of them empty; a first dimension of n is cut into chunks of ceil(n / num_chunks).
         out: [num_chunks, elements of a chunk of all tensors], perhaps of another type.
 
-    Why: FSDP2 packs gradients by the same operator. Slices and copies of each gradient are five operators more.
+    Why: one operator packs all gradients of a bucket. Slices and copies of each gradient are five operators more.
 
     Checked: torch 2.13 and 2.15.
 

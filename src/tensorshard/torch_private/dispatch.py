@@ -38,7 +38,6 @@ __all__ = [
     "has_dispatch_mode",
     "innermost_dispatch_mode",
     "make_wrapper_tensor",
-    "transformed",
     "without_dispatch_modes",
     "without_torch_functions_of_tensors",
 ]
@@ -111,22 +110,6 @@ def without_torch_functions_of_tensors() -> AbstractContextManager[Any]:
     Public way: ``super().__torch_function__``, which turns every result into a tensor of the class.
     """
     return torch._C.DisableTorchFunctionSubclass()
-
-
-def transformed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a transform of ``torch.func`` has wrapped as `tensor`; None if it is not wrapped.
-
-    Why: a wrapped DTensor does not mix with plain tensors, and fails in the first operation.
-
-    Checked: torch 2.13 and 2.15.
-
-    Public way: none.
-    """
-    if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def make_wrapper_tensor(

@@ -72,7 +72,7 @@ def dtensor_of(
 ) -> DTensor:
     """The DTensor of `shape` whose shard on this rank is `local`, on any device.
 
-    Why: offloaded masters are in host memory, while their mesh is one of GPUs. FSDP2 makes such DTensors, too.
+    Why: offloaded masters are in host memory, while their mesh is one of GPUs.
 
     Checked: torch 2.13 and 2.15.
 

@@ -223,6 +223,7 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> N
     places = module.__dict__.get(REFERENCES)
     if places is not None:
         places.replace(name, module._parameters.get(name), value)
+    module._buffers.pop(name, None)  # torch makes it one where a parametrization of a tensor in its place ends
     module._parameters[name] = value  # type: ignore[assignment]
 
 
@@ -426,13 +427,12 @@ class ConvertibleModule(nn.Module):
         return self
 
 
-def without_values(module: nn.Module, own_class: Callable[[nn.Module], type[nn.Module]]) -> nn.Module:
-    """A copy of `module` and those in it, of the classes that `own_class` says, on the meta device, without hooks.
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy of `module` and those in it, of the same classes, on the meta device, without hooks.
 
     Other attributes are shared with the original.
 
-    Why: code that only asks for names and classes can be run on it, while ``copy.deepcopy`` of a laid-out model fails:
-    FSDP2 refuses it.
+    Why: code that only asks for names and classes can be run on it, while ``copy.deepcopy`` would copy the weights.
 
     Checked: torch 2.13 and 2.15.
 
@@ -451,7 +451,7 @@ def without_values(module: nn.Module, own_class: Callable[[nn.Module], type[nn.M
     def copied(original: nn.Module) -> nn.Module:
         if id(original) in modules:
             return modules[id(original)]
-        made = modules[id(original)] = object.__new__(own_class(original))
+        made = modules[id(original)] = object.__new__(type(original))
         for name, value in vars(original).items():
             if name in ("_parameters", "_buffers"):
                 vars(made)[name] = {key: tensor(held) for key, held in value.items()}

@@ -8,8 +8,8 @@ import torch
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-IDENTITIES = ("RegisterPostBackwardFunction", "RegisterPreBackwardFunction", "_DDPSink")
-"""Names of the autograd functions of FSDP and DDP that return their arguments."""
+IDENTITIES = ("_DDPSink",)
+"""Names of the autograd functions of DDP that return their arguments."""
 
 PLAIN_MARKERS = ("_NoopSaveInputs",)
 """Names of autograd functions that look at none of their arguments' values."""

@@ -231,9 +231,10 @@ def shrink(
 ) -> Shrunk:
     """A small model and batch on which `plan` does what it does to large ones.
 
-    The model has fewer of its equal blocks. One of transformers is also narrower, by a smaller config. Dropout is off.
-    Each choice is tried by a forward; where it fails, the next larger one is taken, the given sizes in the end. The
-    model itself is not changed, and nothing larger than the small one is allocated.
+    The model has fewer of its equal blocks. One of transformers is also narrower, by a smaller config. Dropout is off
+    where ranks draw other numbers than one process. Each choice is tried by a forward; where it fails, the next larger
+    one is taken, the given sizes in the end. The model itself is not changed, and nothing larger than the small one is
+    allocated.
 
     Args:
         model: as for :func:`tensorshard.parallelize`. Blocks that stay have the weights of a built model, else those
@@ -257,9 +258,10 @@ def shrink(
         except Exception as error:  # whatever a model makes of another size than it was written for
             failure = error
             continue
-        said = [*candidate.said, *translated.said, *([_DRAWS] if draws else [])]
+        differ = draws and not draws_the_same(plan)
+        said = [*candidate.said, *translated.said, *([_DRAWS] if differ else [])]
         return Shrunk(candidate.build, translated.inputs, translated.targets, said)
-    kept = _cut(whole, block_lists(whole.module), None)
+    kept = _cut(whole, block_lists(whole.module), None, draws_the_same(plan))
     first = next(iter(str(failure).splitlines()), "")
     said = [*kept.said, *batch.said, f"nothing was made smaller: a forward fails ({type(failure).__name__}: {first})"]
     return Shrunk(kept.build, batch.inputs, batch.targets, said)
@@ -328,7 +330,7 @@ class _Candidate:
 
 def _candidates(whole: _Outline, plan: Plan, blocks: int) -> Iterator[_Candidate]:
     """Smaller models, the smallest first; the last one has the model's own size."""
-    lists = block_lists(whole.module)
+    lists, drops = block_lists(whole.module), draws_the_same(plan)
     needed = blocks_needed(plan, blocks)
     beyond = set(unmatched_names(whole.module, plan))
 
@@ -348,19 +350,21 @@ def _candidates(whole: _Outline, plan: Plan, blocks: int) -> Iterator[_Candidate
             if narrowed.parts in tried:
                 continue
             tried.append(narrowed.parts)
-            candidate = _rebuilt(whole.module, narrowed, lists)
+            candidate = _rebuilt(whole.module, narrowed, lists, drops)
             if candidate is not None and is_possible(candidate):
                 yield candidate
     kept = kept_blocks(lists, needed, blocks)
     if len(kept) < sum(len(each.blocks) for each in lists):
         for counts in (True, False):
-            candidate = _cut(whole, lists, kept, counts=counts)
+            candidate = _cut(whole, lists, kept, drops, counts=counts)
             if is_possible(candidate):
                 yield candidate
-    yield _cut(whole, lists, None)
+    yield _cut(whole, lists, None, drops)
 
 
-def _cut(whole: _Outline, lists: list[BlockList], kept: frozenset[str] | None, *, counts: bool = True) -> _Candidate:
+def _cut(
+    whole: _Outline, lists: list[BlockList], kept: frozenset[str] | None, drops: bool, *, counts: bool = True
+) -> _Candidate:
     """The model without the blocks that are not `kept`; None to keep all."""
     outline = _on_meta(whole.module)
     names = {id(tensor): name for name, tensor in named_tensors(outline)}
@@ -368,7 +372,7 @@ def _cut(whole: _Outline, lists: list[BlockList], kept: frozenset[str] | None, *
         leave_out_blocks(outline, lists, kept, counts=counts)
     left = {each.name: len(each.blocks if kept is None else kept.intersection(each.blocks)) for each in lists}
     said = describe_kept(lists, left)
-    if remove_dropout(outline):
+    if not drops and remove_dropout(outline):
         said.append(_NO_DROPOUT)
     values: dict[str, torch.Tensor] = {}
 
@@ -380,7 +384,7 @@ def _cut(whole: _Outline, lists: list[BlockList], kept: frozenset[str] | None, *
     return _Candidate(outline, build, said)
 
 
-def _rebuilt(whole: nn.Module, narrowed: Narrowed, lists: list[BlockList]) -> _Candidate | None:
+def _rebuilt(whole: nn.Module, narrowed: Narrowed, lists: list[BlockList], drops: bool) -> _Candidate | None:
     """A model of transformers, made anew from a smaller config; None if that is another model.
 
     Its tensors are of the types of those that they stand for, and are trained or frozen as these.
@@ -403,7 +407,7 @@ def _rebuilt(whole: nn.Module, narrowed: Narrowed, lists: list[BlockList]) -> _C
         there = [name for name, _ in outline.named_modules()]
         said += describe_kept(lists, {each.name: len([n for n in each.blocks if n in there]) for each in lists})
     said += narrowed.said
-    if remove_dropout(outline):
+    if not drops and remove_dropout(outline):
         said.append(_NO_DROPOUT)
     trained = {name: parameter.requires_grad for name, parameter in whole.named_parameters()}
     types = {name: tensor.dtype for name, tensor in named_tensors(whole)}
@@ -411,7 +415,8 @@ def _rebuilt(whole: nn.Module, narrowed: Narrowed, lists: list[BlockList]) -> _C
 
     def build() -> nn.Module:
         model = made()
-        remove_dropout(model)
+        if not drops:
+            remove_dropout(model)
         for name, module in model.named_modules():
             module.training = training.get(name, module.training)
         for name, tensor in named_tensors(model):
@@ -436,6 +441,11 @@ def _kinds_of_modules(model: nn.Module) -> set[Hashable]:
         kinds.add((place(name), type(module), frozenset(attributes)))
     kinds.update((place(name), tensor.dim()) for name, tensor in model.named_parameters())
     return kinds
+
+
+def draws_the_same(plan: Plan) -> bool:
+    """Whether dropout under `plan` is that of one process."""
+    return plan.random == "same" and not plan.compile
 
 
 def remove_dropout(model: nn.Module) -> bool:

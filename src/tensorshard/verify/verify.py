@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
@@ -28,6 +28,7 @@ from tensorshard.model.trains_itself import TrainsItself
 from tensorshard.parallelize.build import parallelize
 from tensorshard.parallelize.checks import check_arguments
 from tensorshard.plan.plan import AXES, Plan
+from tensorshard.random.plain_loop import same_randomness
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 from tensorshard.trainer.launch.launch_errors import RankFailedError
@@ -36,6 +37,7 @@ from tensorshard.verify.compare import Comparison, compare_rank, joined
 from tensorshard.verify.culprit import Culprit, find_culprit, with_axis
 from tensorshard.verify.layouts import disturb
 from tensorshard.verify.record import Record, Step, Tensors, TorchSource, record
+from tensorshard.verify.shrink import draws_the_same
 from tensorshard.verify.shrink import shrink as make_smaller
 from tensorshard.verify.verification import Part, Verification, versions
 from tensorshard.weights.files.checkpoint_files import read_tensors
@@ -188,11 +190,13 @@ class _Case:
         return tree_map(turned, self.inputs), tree_map(turned, self.targets)
 
     def share(self, batch: tuple[Any, Any], rank: int, size: int) -> tuple[Any, Any]:
-        """Every `size`-th sample, from `rank` on."""
+        """A data rank's samples, which follow those of the rank before it."""
         samples = batch_size(batch[0])
         return tree_map(
             lambda leaf: (
-                leaf[rank::size] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == samples else leaf
+                leaf.tensor_split(size)[rank]
+                if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == samples
+                else leaf
             ),
             batch,
         )
@@ -245,7 +249,9 @@ def _one_process(case: _Case, data_ranks: int, is_disturbed: bool) -> Record:
         optimizer.zero_grad()
         return float(total.detach())
 
-    made = record(source, model if case.watches_modules else None, take_step, case.steps, str)
+    same = draws_the_same(case.plan) and not (by_parts and len(list(_micro_batches(case, 0, data_ranks))) > 1)
+    with same_randomness(model, case.seed) if same else nullcontext():
+        made = record(source, model if case.watches_modules else None, take_step, case.steps, str)
     model.eval()
     with torch.no_grad():
         inputs, targets = case.batches(case.steps)
@@ -326,7 +332,7 @@ def _plain_plan(plan: Plan) -> Plan:
     """The plan of one process with the same numbers."""
     return Plan(
         dp_shard=1, zero=0, precision=plan.precision, micro_batches=plan.micro_batches,
-        clip_grad_norm=plan.clip_grad_norm, reduce_dtype=plan.reduce_dtype,
+        clip_grad_norm=plan.clip_grad_norm, reduce_dtype=plan.reduce_dtype, random=plan.random,
     )  # fmt: skip
 
 
@@ -385,10 +391,7 @@ def _built_as(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 def _whole_batch(engine: Engine, value: torch.Tensor, data_ranks: int) -> torch.Tensor:
     """The outputs of all data ranks, in the order of the batch."""
-    gathered = engine.gather(value)
-    parts = gathered.tensor_split(data_ranks)
-    order = [parts[i % data_ranks][i // data_ranks] for i in range(len(gathered))]
-    return torch.stack(order).cpu()
+    return engine.gather(value).cpu()
 
 
 def _main_output(output: Any) -> Tensors:

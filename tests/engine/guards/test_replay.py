@@ -84,7 +84,7 @@ def test_training_goes_on_to_the_bit_as_without_it(ranks, plan):
 
 
 def _flip_a_bit(tensor: torch.Tensor) -> None:
-    tensor.view(torch.int32).view(-1)[3] ^= 1 << 20
+    tensor.view(torch.int32).view(-1)[4] ^= 1 << 20
 
 
 def _add(tensor: torch.Tensor) -> None:

@@ -196,18 +196,13 @@ def _asked_directly(fields: dict[str, Any]) -> list[Any]:
 
 
 def test_a_head_does_not_compute_with_a_shard(ranks):
-    """At ZeRO 3 modules show shards between forwards, of which a head would make a wrong answer."""
+    """A head that is asked outside of a forward computes with the whole weight."""
     whole = ranks(1, _asked_directly, dict())[0]
     for found in ranks(2, _asked_directly, dict(tp=2)):
         torch.testing.assert_close(found, whole)
-    for found in ranks(2, _asked_directly, dict(zero=3, **NAMED)):  # FSDP gathers a unit that is called alone
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
-    for fields in (dict(zero=1), dict(zero=2, **NAMED)):
+    for fields in (dict(zero=1), dict(zero=2, **NAMED), dict(zero=3, **NAMED), dict(zero=3)):
         for found in ranks(2, _asked_directly, fields):
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
-    for rank, found in enumerate(ranks(2, _asked_directly, dict(zero=3))):
-        message = f"the head's weight has {19 - rank} of this rank's 37 classes here: a Plan with zero=3"
-        assert all(each.startswith(message) for each in found)
 
 
 WEIGHTS = torch.linspace(0.1, 3.0, 37)

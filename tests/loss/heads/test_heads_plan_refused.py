@@ -95,15 +95,13 @@ def _sampled() -> None:
     rest = SGD(alone.body.parameters())
     engine = parallelized(model, ts.Plan())
     inputs, targets = classifier_batch()
-    for step in range(3):
-        engine.random.begin(step)
-        engine.step((inputs, targets), targets)
-        engine.random.begin(step)  # which classes are drawn
-        with engine.random.installed():
+    with ts.same_randomness(alone, seed=3):  # which classes are drawn
+        for _ in range(3):
+            engine.step((inputs, targets), targets)
             alone(inputs, targets).backward()
-        rest.step()
-        rest.zero_grad()
-        alone.head.optimizer.step()
+            rest.step()
+            rest.zero_grad()
+            alone.head.optimizer.step()
     parity.assert_same_state(engine.full_state_dict(), alone.state_dict(), 1e-5)
 
 

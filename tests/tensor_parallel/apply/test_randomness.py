@@ -37,20 +37,20 @@ class Model(nn.Module):
         return x
 
 
-def _masks(fields: dict[str, Any]) -> dict[str, Any]:
+def _masks(fields: dict[str, Any], tokens: int = TOKENS) -> dict[str, Any]:
     """What the dropouts of two steps dropped, and the losses."""
     engine = ts.parallelize(
         Model,
         ts.Plan(**fields),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         loss_fn=lambda output, _: output.square().mean(),
-        sample_inputs=torch.ones(2, TOKENS, WIDTH),  # nothing in the model itself says that it reads sequences
+        sample_inputs=torch.ones(2, tokens, WIDTH),  # nothing in the model itself says that it reads sequences
     )
     masks: dict[str, list[torch.Tensor]] = {}
     for name, module in engine.model.named_modules():
         if isinstance(module, nn.Dropout):
             module.forward = partial(_recorded, masks.setdefault(name, []), module.p)
-    x = torch.ones(2, TOKENS, WIDTH)
+    x = torch.ones(2, tokens, WIDTH)
     return {"losses": [engine.step(x, x).item() for _ in range(2)], "masks": masks}
 
 
@@ -87,3 +87,16 @@ def test_recomputation_drops_the_same_again(ranks, sequence_parallel):
         inner = again[rank]["masks"]["blocks.0.inner"]  # forward, and its repetition in backward, of two steps
         assert len(inner) == 4
         assert torch.equal(inner[0], inner[1]) and torch.equal(inner[0], kept[rank]["masks"]["blocks.0.inner"][0])
+
+
+@pytest.mark.parametrize("more", [dict(), dict(recompute="full")], ids=str)
+def test_numbers_by_rank_agree_where_values_are_replicated(ranks, more):
+    fields = dict(tp=2, sequence_parallel=True, random="by_rank", **more)
+    first, second = ranks(2, _masks, fields, 15)
+    a, b = first["masks"], second["masks"]
+    assert [a["blocks.0.outer"][0].size(1), b["blocks.0.outer"][0].size(1)] == [8, 7]
+    assert all(torch.equal(*pair) for pair in zip(a["start"], b["start"], strict=True))  # after draws of unequal sizes
+    assert not torch.equal(a["start"][0], a["start"][1])
+    assert first["losses"] == second["losses"]
+    if more:
+        assert first["losses"] == pytest.approx(ranks(2, _masks, dict(fields, recompute="none"), 15)[0]["losses"])

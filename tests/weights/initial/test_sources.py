@@ -104,6 +104,10 @@ def test_the_constructors_own_errors_surface() -> None:
         model = nn.Module()
         model.register_buffer("x", torch.eye(2).to_sparse())
         from_module(model)
+    for script in (torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))):
+        model = nn.Sequential(nn.Linear(2, 2), script(nn.Linear(2, 2)))
+        with pytest.raises(ValueError, match=r"module '1' is a torch.jit.ScriptModule.*Plan\(compile=True\)"):
+            from_module(model)
 
     def on_meta() -> nn.Module:
         with torch.device("meta"):

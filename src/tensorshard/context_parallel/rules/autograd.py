@@ -8,7 +8,6 @@ import torch
 from tensorshard.context_parallel.layout_changes import part_of
 from tensorshard.context_parallel.rule_table import rule
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
-from tensorshard.torch_private.fsdp import takes_gradient
 
 
 @rule("register_hook")
@@ -16,7 +15,7 @@ def register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
     """The hook sees the gradient as a sequence tensor, if it looks at it."""
     x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
     dim, layout, group = x.split_dim, x.sequence, x.group
-    if not takes_gradient(hook):
+    if not getattr(hook, "takes_gradient", True):
         return x.local.register_hook(hook)
 
     def with_local(grad: torch.Tensor) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -188,14 +189,24 @@ def dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return x
     if not isinstance(x, SequenceTensor) or not 0 < p < 1:
         return NotImplemented
-    return x * cut_for(_draw_noise(x, p), x.split_dim, x.sequence, x.group)
+    # What torch multiplies by: 0, or 1 / (1 - p).
+    noise = _draw_whole(x, lambda whole: whole.bernoulli_(1 - p))
+    return x * cut_for(noise.div_(1 - p), x.split_dim, x.sequence, x.group)
 
 
-def _draw_noise(x: SequenceTensor, p: float) -> torch.Tensor:
-    """What torch multiplies a whole tensor by: 0, or 1 / (1 - p)."""
-    shape, dtype, device = x.shape, x.dtype, x.device
-    noise: torch.Tensor = x.group.draw(lambda: torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p))
-    return noise.div_(1 - p)
+def _draw_whole(x: SequenceTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `draw` returns for an empty tensor such as the whole of `x`. Of a sequence that tensor-parallel ranks share,
+    it is drawn for all of them, and has the positions of this rank's share."""
+    outer, layout, inner = x.sequence.root
+    shape, dtype, device = list(x.shape), x.dtype, x.device
+    length = layout.length if layout.origin is None else layout.origin.length
+    shape[x.split_dim] = outer * length * inner
+    drawn: torch.Tensor = x.group.draw(lambda: draw(torch.empty(shape, dtype=dtype, device=device)))
+    if layout.of_origin is None:
+        return drawn
+    places = np.arange(outer)[:, None, None] * length + layout.of_origin[:, None]
+    index = torch.from_numpy((places * inner + np.arange(inner)).reshape(-1))
+    return take(drawn, x.split_dim, index)
 
 
 @rule("alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "rrelu")
@@ -214,8 +225,7 @@ def like(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     x = args[0]
     if not isinstance(x, SequenceTensor):
         return NotImplemented
-    shape, dtype, device = x.shape, x.dtype, x.device
-    whole = x.group.draw(lambda: func(torch.empty(shape, dtype=dtype, device=device), *args[1:], **kwargs))
+    whole = _draw_whole(x, lambda whole: func(whole, *args[1:], **kwargs))
     return cut_for(whole, x.split_dim, x.sequence, x.group)
 
 
@@ -227,8 +237,7 @@ def drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         return NotImplemented
     if any(isinstance(arg, torch.Tensor) for arg in (*args[1:], *kwargs.values())):
         return NotImplemented
-    shape, dtype, device = x.shape, x.dtype, x.device
-    whole = x.group.draw(lambda: func(torch.empty(shape, dtype=dtype, device=device), *args[1:], **kwargs))
+    whole = _draw_whole(x, lambda whole: func(whole, *args[1:], **kwargs))
     with torch.no_grad():
         x.local.copy_(take(whole, x.split_dim, x.sequence.index(x.group.rank)))
     return x

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.world import world
@@ -16,7 +15,6 @@ from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.parameters import keeps_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.tensors import tensor_version
-from tensorshard.weights.files.export import own_class
 
 _ROUNDING = 1e-6  # the largest relative difference of checksums that is no difference
 _CHUNK = 1 << 20
@@ -102,7 +100,7 @@ class BatchBuffers:
 
     def _described(self, name: str) -> str:
         path, _, own = name.rpartition(".")
-        kind = own_class(self._sharded.structure.get_submodule(path)).__name__
+        kind = type(self._sharded.structure.get_submodule(path)).__name__
         return f"module {path!r} ({kind}) changes its buffer {own!r} in forward"
 
     def _stood_in(self, since: dict[str, tuple[int, int]]) -> str | None:
@@ -138,7 +136,7 @@ class BatchBuffers:
         named = [
             (name, parameter.detach().reshape(-1)[:_FIRST])
             for name, parameter in self._sharded.model.named_parameters()
-            if not isinstance(parameter, DTensor)
+            if not self._sharded.is_released(name)
             and parameter.device.type != "meta"
             and not self._sharded.split.of(name).of_data_ranks
         ]

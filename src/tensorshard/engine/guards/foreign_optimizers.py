@@ -194,14 +194,11 @@ class ModuleChanges:
 
     Args:
         model: laid out.
-        shards_parameters: whether the model shows other parameters at other times, as FSDP does.
     """
 
-    def __init__(self, model: nn.Module, *, shards_parameters: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, _ in model.named_modules()]
-        tables = registrations(model.modules())
-        self._tables = tables[1::2] if shards_parameters else tables
-        self._per_module = 1 if shards_parameters else 2
+        self._tables = registrations(model.modules())
         self._entries = [list(table.items()) for table in self._tables]
         self._values = [value for entries in self._entries for _, value in entries]
 
@@ -219,7 +216,7 @@ class ModuleChanges:
             for key in [*now, *before]:
                 if now.get(key) is before.get(key) and (key in now) == (key in before):
                     continue
-                owner = self._names[index // self._per_module]
+                owner = self._names[index // 2]
                 what = "parameter" if isinstance(now.get(key, before.get(key)), nn.Parameter) else "module"
                 how = "removed from" if key not in now else "added to" if key not in before else "replaced in"
                 raise RuntimeError(

@@ -24,7 +24,7 @@ from tensorshard.model.whole_sequences import is_part
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.autograd import means_of, statistics_in
 from tensorshard.torch_private.process_groups import group_device
-from tensorshard.torch_private.pytree import tree_flatten, tree_tensors
+from tensorshard.torch_private.pytree import tree_flatten, tree_map, tree_tensors
 
 logger = logging.getLogger("tensorshard")
 
@@ -179,8 +179,15 @@ class SameBatch:
             call: the Engine's method that was given the batch.
 
         Raises:
-            ValueError: on all these ranks, if the batches differ in structure, shapes, types or values.
+            ValueError: on all these ranks, if the batches differ in structure, shapes, types or values; or if one has a
+                nested tensor, which no axis of them cuts.
         """
+        if self._groups and any(tensor.layout == torch.jagged for tensor in tree_tensors((inputs, targets))):
+            raise ValueError(
+                f"engine.{call} was given a nested tensor of jagged layout under {' and '.join(self._axes)}, where "
+                f"layers and messages have one shape: pad the sequences (torch.nested.to_padded_tensor) and mask what "
+                f"is added, or take a plan of data ranks alone, with zero=1 to 3"
+            )
         if not self._groups or dist.get_backend(self._groups[0]) == "fake" or world().is_simulated:
             return
         shapes = batch_digest((call, inputs, targets), values=False)
@@ -221,7 +228,7 @@ class SameBatch:
 
 def batch_digest(batch: Any, *, values: bool) -> int:
     """A number that is the same for equal batches; without `values`, for those of equal structure and shapes."""
-    leaves, structure = tree_flatten(batch)
+    leaves, structure = tree_flatten(tree_map(_plain, batch))
     digest = hashlib.blake2b(str(structure).encode(), digest_size=8)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -232,6 +239,12 @@ def batch_digest(batch: Any, *, values: bool) -> int:
         elif values and isinstance(leaf, bool | int | float | complex | str | bytes | None):
             digest.update(repr(leaf).encode())
     return int.from_bytes(digest.digest(), "big") % 2**_BITS
+
+
+def _plain(leaf: Any) -> Any:
+    """A nested tensor as its values and where its samples begin."""
+    is_nested = isinstance(leaf, torch.Tensor) and leaf.layout == torch.jagged
+    return (leaf.values(), leaf.offsets()) if is_nested else leaf  # type: ignore[attr-defined]
 
 
 def _described(inputs: Any) -> str:

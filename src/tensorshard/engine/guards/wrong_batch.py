@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.model.model_errors import describe_batch, failed_module
-from tensorshard.model.reachable_state import users_class
 from tensorshard.torch_private.pytree import tree_tensors
 
 _FLOATING_TARGETS = (
@@ -81,7 +80,7 @@ def note_inputs(error: BaseException, model: nn.Module, inputs: Any) -> None:
     """Adds a note to an `error` of a forward: which module raised it on which rank, what the inputs were and, if known,
     what is wrong with them."""
     sentence = _missing_rows(error, model, inputs)
-    called = f"{users_class(model).__name__} was called with inputs of {describe_batch(inputs)}"
+    called = f"{type(model).__name__} was called with inputs of {describe_batch(inputs)}"
     error.add_note(sentence or f"{called}{_on_rank()}{failed_module(error, model)}")
     if any(tensor.dim() and not tensor.size(0) for tensor in tree_tensors(inputs)):
         error.add_note(

@@ -332,9 +332,8 @@ class HeadModule(ParallelModule, TrainsItself):
         rows, expected = to_local(self.weight).size(0), self._range()[1]
         if rows != expected:
             raise RuntimeError(
-                f"the head's weight has {rows} of this rank's {expected} classes here: a Plan with zero=3 shards it "
-                "over data ranks outside of the model's forward. Call the head in the forward of the model, which "
-                "engine.step, engine.evaluate and engine.predict run"
+                f"the head's weight has {rows} of this rank's {expected} classes here, as where fully_shard shards it "
+                f"over data ranks outside of the model's forward: call the head in the forward of the model"
             )
 
     def _class_shard(self) -> ClassShard:

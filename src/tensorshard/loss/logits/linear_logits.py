@@ -35,7 +35,6 @@ from tensorshard.loss.split_cross_entropy import parallel_cross_entropy
 from tensorshard.loss.tiled_loss import Extras, head_loss, loss_with_gradients
 from tensorshard.loss.tiles import Precision, head_tiles, largest_logits
 from tensorshard.loss.two_passes import HeadSpec, choose_keep
-from tensorshard.torch_private.fsdp import takes_gradient
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class LinearLogits(Form):
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """A hook that looks at no gradient only needs to run when backward begins. Any other gets the logits' gradient,
         so they are computed."""
-        if takes_gradient(hook) or not self.features.requires_grad:
+        if getattr(hook, "takes_gradient", True) or not self.features.requires_grad:
             return NotImplemented
         return self.features.register_hook(hook)
 

@@ -11,6 +11,7 @@ from torch import nn
 from tensorshard.pipeline.cut import Cut, place_calls, unit_stages
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.tracer import Tracer
+from tensorshard.random.call_sites import ModelRandomness
 from tensorshard.torch_private.modules import every_module
 from tensorshard.torch_private.pytree import tree_flatten
 
@@ -57,7 +58,7 @@ class CutCache:
             self._listed = model, list(every_module(model).values())
         training = bytes([module.training for module in self._listed[1]])
         mode = (training, torch.is_grad_enabled(), _autocast(self._tracer.device.type))
-        key = (input_signature(inputs), mode)
+        key = (input_signature(inputs), mode, self._tracer.numbers_of_step(training))
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
@@ -67,6 +68,10 @@ class CutCache:
             self._known.popitem(last=False)
         self._note_numbers(inputs, mode)
         return placed
+
+    def take_numbers(self, numbers: ModelRandomness) -> None:
+        """Lets code between units draw the same numbers in runs on fake tensors as on the stages."""
+        self._tracer.take_numbers(numbers)
 
     def expect_gradients(self) -> None:
         """Forgets the runs so far, in which frozen parameters got no gradients, and takes all for trained ones."""
@@ -79,7 +84,7 @@ class CutCache:
         if graph is None:
             self._tracer.follow_modes(model)
             graph = self._tracer.run(inputs)
-            if self._graphs is not None:
+            if self._graphs is not None and not self._tracer.draws:
                 self._graphs[key] = graph
         return graph
 
@@ -97,7 +102,7 @@ class CutCache:
     def _placed(self, graph: CallGraph, inputs: Any) -> Cut:
         before, now = [c.unit for c in self.cut.graph.calls], [c.unit for c in graph.calls]
         if before != now:
-            placed = place_calls(graph, self.cut, self.stages_of, trains=torch.is_grad_enabled())
+            placed = place_calls(graph, self.cut, self.stages_of)
             if placed is not None:
                 return placed
             differs = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)

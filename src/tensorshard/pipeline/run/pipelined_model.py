@@ -177,7 +177,7 @@ class PipelinedModel(ShardedModel):
         self.logits = parts[-1].logits
         self.sequences = parts[-1].sequences
         self.whole_views = [view for part in parts for view in part.whole_views]
-        self.read_in_full = [masters for part in parts for masters in part.read_in_full]
+        self.in_users_code = [tensors for part in parts for tensors in part.in_users_code]
 
     def _word_errors(self, stage: StageModule) -> None:
         stage.pipeline = f"Plan(pp={self._mesh.degrees['pp']})"
@@ -298,6 +298,17 @@ class PipelinedModel(ShardedModel):
 
         return give_back
 
+    def is_released(self, name: str) -> bool:
+        return any(part.is_released(name) for part in self.parts)
+
+    def show_gradients(self) -> None:
+        for part in self.parts:
+            part.show_gradients()
+
+    def average_given_gradients(self) -> None:
+        for part in self.parts:
+            part.average_given_gradients()
+
     def adopt_writes(self) -> None:
         for part in self.parts:
             part.adopt_writes()
@@ -319,10 +330,6 @@ class PipelinedModel(ShardedModel):
     def held_numel(self) -> int:
         return sum(part.held_numel() for part in self.parts)
 
-    @property
-    def gradient_divisor(self) -> int:
-        return self.parts[0].gradient_divisor
-
     # -- a step --
 
     def discard_gradients(self) -> None:
@@ -338,7 +345,7 @@ class PipelinedModel(ShardedModel):
         """Called before the micro-batches of a step: :meth:`finish_backward` completes their gradients."""
         self._complete = False
 
-    def begin_micro_batch(self, last: bool, *, average: bool = False) -> None:
+    def begin_micro_batch(self, last: bool, *, shown: bool = False) -> None:
         raise RuntimeError("a pipeline's stages begin micro-batches one by one")
 
     def finish_micro_batch(self) -> None:

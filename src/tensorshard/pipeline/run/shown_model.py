@@ -222,11 +222,11 @@ def _guard_partly_held(module: nn.Module, shown: str, access: Access, part: str)
 # Functions that stand in for a module's methods. A deep copy of a module keeps what they refer to.
 
 
-def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
+def _refuse(message: str, /, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _hook_elsewhere(access: Access, message: str, *_: Any, **__: Any) -> RemovableHandle:
+def _hook_elsewhere(access: Access, message: str, /, *_: Any, **__: Any) -> RemovableHandle:
     """Does nothing in the model's own forward, which registers the hook on the stage that has the module, too.
 
     Raises:
@@ -244,6 +244,7 @@ def _listed(
     message: str,
     call: str,
     part: str,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[Any]:
@@ -258,6 +259,7 @@ def _paired(
     access: Access,
     call: str,
     part: str,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[Any]:
@@ -281,7 +283,7 @@ def _one_by_one(listed: Iterator[Any], names: frozenset[str], access: Access, ca
         access.open_lists.remove(entry)
 
 
-def _refuse_now(sentence: Callable[[], str], *_: Any, **__: Any) -> NoReturn:
+def _refuse_now(sentence: Callable[[], str], /, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(sentence())
 
 
@@ -299,14 +301,16 @@ def _without_copies(
             yield name, parameter
 
 
-def _no_modules(sentence: Callable[[], str], memo: Any = None, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Module]]:
+def _no_modules(
+    sentence: Callable[[], str], /, memo: Any = None, *_: Any, **__: Any
+) -> Iterator[tuple[str, nn.Module]]:
     """Nothing in a list of the modules around it, which is of those that this rank has."""
     if memo is None:
         raise RuntimeError(sentence())
     return iter(())
 
 
-def _state_dict(module: nn.Module, sentence: Callable[[], str], *args: Any, **kwargs: Any) -> Any:
+def _state_dict(module: nn.Module, sentence: Callable[[], str], /, *args: Any, **kwargs: Any) -> Any:
     if not args and "destination" not in kwargs:
         raise RuntimeError(sentence())
     return type(module).state_dict(module, *args, **kwargs)

@@ -17,6 +17,7 @@ from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.stage_skeleton import Removed, put_placeholders, skeleton
 from tensorshard.pipeline.trace.call_graph import Leaf
 from tensorshard.pipeline.trace.unit_sources import DetachedAlias
+from tensorshard.random.call_sites import ModelRandomness
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.modules import clear_forward_hooks, clear_hooks, own_parameters
 from tensorshard.torch_private.pytree import tree_map_only
@@ -122,6 +123,10 @@ class StageModule:
                     f"read with the sample inputs and therefore does not hold; cut the model by inputs like these"
                 )
         return cut
+
+    def take_numbers(self, numbers: ModelRandomness) -> None:
+        """See :meth:`~tensorshard.pipeline.run.cut_cache.CutCache.take_numbers`. Called on one of a rank's stages."""
+        self._cuts.take_numbers(numbers)
 
     def expect_gradients(self) -> None:
         """Takes all parameters for trained ones from now on. Called on all stages at the same time."""

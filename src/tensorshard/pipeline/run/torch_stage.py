@@ -8,7 +8,7 @@ change, and tensors are sent without sending their shapes first.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ class StageHooks:
 
     def before_forward(self, stage: StageModule, micro_batch: int) -> None:
         """Called before each forward."""
+
+    def around_forward(self, stage: StageModule, micro_batch: int) -> AbstractContextManager[None]:
+        """Around each forward."""
+        return nullcontext()
 
     def before_backward(self, stage: StageModule, micro_batch: int, last: bool) -> None:
         """Called before each backward that adds to parameters' gradients. After the `last` one, these are final."""
@@ -168,7 +172,11 @@ class ScheduledStage(ScheduleStage):
         for spec, tensor in zip(batch.received_specs, batch.received, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         self._hooks.before_forward(self.stage, fwd_chunk_id)
-        with self._named("forward", fwd_chunk_id), self._context():
+        with (
+            self._named("forward", fwd_chunk_id),
+            self._context(),
+            self._hooks.around_forward(self.stage, fwd_chunk_id),
+        ):
             output = self.stage(self._inputs[fwd_chunk_id], batch.received, batch.cut)
         if self.is_last:
             # The schedule's loss function takes it out of this list, so that nothing else holds it.

@@ -46,6 +46,7 @@ class TracedRun:
         sources: follows where its values come from.
         fake: the mode of its tensors.
         device: of them.
+        same_numbers: as for :class:`~tensorshard.pipeline.trace.tracer.Tracer`.
 
     Attributes:
         calls: calls of units that have ended.
@@ -55,7 +56,18 @@ class TracedRun:
         unsplittable_backward: as in :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
     """
 
-    def __init__(self, fake_copy: nn.Module, sources: UnitSources, fake: FakeTensorMode, device: torch.device) -> None:
+    def __init__(
+        self,
+        fake_copy: nn.Module,
+        sources: UnitSources,
+        fake: FakeTensorMode,
+        device: torch.device,
+        *,
+        same_numbers: bool = False,
+    ) -> None:
+        self._same_numbers = same_numbers
+        self._units_draw = False  # from Python or numpy
+        self._draws = False  # from these, outside of units
         self._copy, self.sources, self._fake, self._device = fake_copy, sources, fake, device
         self.calls: list[UnitCall] = []
         self.nested: set[str] = set()
@@ -85,13 +97,23 @@ class TracedRun:
     def _check_host_draws(self, unit: str | None = None) -> None:
         """Refuses code between units that draws from Python or numpy: stages leave the forward at different places."""
         if host_random_states() != self._host_states and self._code_draws:
+            self._draws = True
+            if self._same_numbers and not self._units_draw:
+                self._host_states = host_random_states()
+                return  # each forward of a stage begins with the same state
             module = next((name for name in reversed(self._inside) if name not in (unit, "")), None)
             where = f"module {module!r}" if module else "the model's own forward"
             raise UncuttableError(
                 f"{where} draws from Python's or numpy's global random numbers outside of the model's units (to leave "
-                f"out a layer or to mask a span, say), which each stage would do for itself. Draw inside of a unit, "
+                f"out a layer or to mask a span, say), which each stage would do for itself"
+                f"{', after units that draw from there' if self._units_draw else ''}. Draw inside of a unit, "
                 f"draw before the call and pass what was drawn as an input, or set pp=1"
             )
+
+    @property
+    def draws(self) -> bool:
+        """Whether code outside of units made random numbers that it may decide by."""
+        return self._draws or self.sources.draws
 
     @property
     def module(self) -> str:
@@ -167,6 +189,7 @@ class TracedRun:
         count = iter(range(len(tensors)))
         fresh = map_tensors(lambda tensor: self._fresh(tensor, call, next(count)), output)
         sources.flops = sources.written_bytes = 0
+        self._units_draw = self._units_draw or host_random_states() != self._host_states
         self._host_states = host_random_states()
         return fresh
 

@@ -1,7 +1,7 @@
 """Runs a model on fake tensors, to learn in which order its units are called and what each needs."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from tensorshard.model.tensors import take_apart, tensors_within
 from tensorshard.pipeline.trace.call_graph import CallGraph
 from tensorshard.pipeline.trace.traced_run import TracedRun, UncuttableError
 from tensorshard.pipeline.trace.unit_sources import UnitSources, WithoutDerivatives, reads_of
+from tensorshard.random.call_sites import ModelRandomness
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import NEEDS_VALUES
@@ -45,7 +46,11 @@ class Tracer:
         prepare: called with the copy, under the mode of its fake tensors, after its units were found. It does what is
             done to the model itself.
 
+        same_numbers: whether all stages draw the same random numbers in code between units.
+
     Attributes:
+        numbers: what draws them, once there is an Engine.
+        draws: whether code between units was seen to draw numbers whose values it may look at, as to leave out layers.
         unit_names: the modules that are computed by one stage each.
         joined: modules that became one unit in a run, since their code needs all that they hold; and why.
     """
@@ -57,7 +62,11 @@ class Tracer:
         units: list[str] | None = None,
         device: torch.device | str = "cpu",
         prepare: Callable[[nn.Module], None] | None = None,
+        same_numbers: bool = False,
     ) -> None:
+        self.numbers: ModelRandomness | None = None
+        self.draws = False
+        self._same_numbers = same_numbers
         self.device = torch.device(device)
         self.unit_names = list(find_units(model, units))
         self.joined: dict[str, str] = {}
@@ -100,10 +109,36 @@ class Tracer:
                 continue
             names = [name for name in sorted(impure) if name not in self.unit_names]
             if not names:
-                return graph
+                return self._with_all_units(graph, inputs) if self.draws and self._same_numbers else graph
             for name in names:
                 self.unit_names.append(name)
                 self._watch(name)
+
+    def _with_all_units(self, graph: CallGraph, inputs: Any) -> CallGraph:
+        """The graph of an evaluation instead, in which no layers are left out at random, if it has more units."""
+        modes = {module: module.training for module in self._copy.modules()}
+        self._copy.eval()
+        try:
+            with torch.enable_grad():
+                whole = self._run(inputs)[0]
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        called, all_units = ({call.unit for call in of.calls} for of in (graph, whole))
+        return whole if called < all_units else graph
+
+    def take_numbers(self, numbers: ModelRandomness) -> None:
+        """From now on, code between units draws in a run what it will draw in the step that follows."""
+        self.numbers = numbers
+        numbers.add_modules(self._copy.named_modules())
+
+    def numbers_of_step(self, training: bytes) -> int | None:
+        """The step, if a run in it may call other units than one in another step, by what it draws.
+
+        Args:
+            training: which modules are in training.
+        """
+        return self.numbers.step if self.draws and self.numbers is not None and any(training) else None
 
     def run(self, inputs: Any) -> CallGraph:
         """One run on `inputs`, with gradients and autocast as they are set.
@@ -123,6 +158,7 @@ class Tracer:
             torch.random.fork_rng(devices=devices),
             host_random_restored(),
             restored_globals(self._copy),
+            nullcontext() if self.numbers is None else self.numbers.rehearsal(inputs),
             self._recorded(samples) as recording,
             sample_loops(recording.sources.loop),
         ):
@@ -133,6 +169,7 @@ class Tracer:
             del result
             output_gradients = recording.gradient_leaves(output)
         sources = recording.sources
+        self.draws = self.draws or recording.draws
         if not recording.calls:
             raise UncuttableError(
                 f"{type(self._copy).__name__} called none of its {len(self.unit_names)} units as modules; a stage runs "
@@ -204,7 +241,7 @@ class Tracer:
     @contextmanager
     def _recorded(self, samples: Any) -> Iterator[TracedRun]:
         sources = UnitSources(self._fake, self._copy, samples)
-        self._recording = TracedRun(self._copy, sources, self._fake, self.device)
+        self._recording = TracedRun(self._copy, sources, self._fake, self.device, same_numbers=self._same_numbers)
         try:
             with self._recording.active():
                 yield self._recording

@@ -21,8 +21,9 @@ from tensorshard.model.call_stack import users_line
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import storage_key, tensor_leaves
 from tensorshard.pipeline.trace.call_graph import Leaf, Reads
+from tensorshard.random.kernels import pass_over_draw
 from tensorshard.torch_private.autograd import is_function_transformed
-from tensorshard.torch_private.fake_tensors import FakeTensorMode
+from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from tensorshard.torch_private.process_groups import group_of_argument
 
 _COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of torch.distributed's operators
@@ -70,6 +71,7 @@ class UnitSources(Provenance[Source]):
         self.written_buffers: dict[str, bool] = {}  # written outside of units; whether the value came from units
         self.trained_writes: dict[int, str] = {}  # unit calls that write parameters they train: which, and where
         self.buffer_writers: dict[str, set[int]] = {}  # the unit calls that wrote a buffer
+        self.draws = False  # whether functional code made random numbers that have values
         self.impure = False  # whether functional code made random numbers, or changed a buffer, since last asked
 
     def begin_call(self, call: int, passed: Iterable[torch.Tensor]) -> None:
@@ -120,6 +122,10 @@ class UnitSources(Provenance[Source]):
         if operation.is_random:
             sources |= {("rng_op", self.rng_ops)}
             self.impure = True
+            if any(isinstance(tensor, FakeTensor) for tensor in operation.outputs):
+                pass_over_draw()
+            else:
+                self.draws = True
         for tensor in operation.written:
             self.overwritten |= {leaf for kind, leaf in self.of([tensor]) if kind == "output"}
             if storage_key(tensor) in self._parameters:

@@ -91,9 +91,7 @@ def without_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> Ve
     if blocks[-1] in table.sequence:
         sequence[blocks[kept - 1]] = table.sequence[blocks[-1]]
     shared = [names for names in table.shared_inputs if all(map(is_there, names))]
-    return replace(
-        table, shared_inputs=shared, sequence=sequence, not_random=frozenset(filter(is_there, table.not_random))
-    )
+    return replace(table, shared_inputs=shared, sequence=sequence)
 
 
 def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> VerifiedTable | None:
@@ -111,7 +109,7 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
     if any(one != styles[1] for one in styles):
         return None
     entries = dict(table.plan.entries)
-    shared, not_random = list(table.shared_inputs), set(table.not_random)
+    shared = list(table.shared_inputs)
     for block in blocks[kept:]:
         entries |= {block + name: style for name, style in styles[1].items()}
         shared += [
@@ -119,19 +117,12 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
             for names in table.shared_inputs
             if all(is_inside(name, [like]) for name in names)
         ]
-        not_random |= {_renamed(name, like, block) for name in table.not_random if is_inside(name, [like])}
     sequence = dict(table.sequence)
     if like in sequence and last in sequence:
         sequence |= dict.fromkeys(blocks[kept - 1 : -1], sequence[like]) | {blocks[-1]: sequence[last]}
     elif like in sequence or last in sequence:
         return None
-    return replace(
-        table,
-        plan=TensorTable(entries),
-        shared_inputs=shared,
-        sequence=sequence,
-        not_random=frozenset(not_random),
-    )
+    return replace(table, plan=TensorTable(entries), shared_inputs=shared, sequence=sequence)
 
 
 def _renamed(name: str, block: str, other: str) -> str:

@@ -156,7 +156,9 @@ def _split_block(
         wrap_forward(module, Role.SEQUENCE_WHOLE, partial(_whole_forward, gathered, cut, inner))
     partial_names = [key for key in split.partial if key not in own_biases]
     for owner, places in _partial_places(block, partial_names, together=whole_units):
-        wrap_forward(owner, Role.SEQUENCE_GRADIENTS, partial(_summing_forward, places, flow.group))
+        known: set[str] = set()
+        summing = partial(_summing_forward, name or type(block).__name__, places, flow.group, known)
+        wrap_forward(owner, Role.SEQUENCE_GRADIENTS, summing)
     if split.reshapes:
         around = partial(forward_with_full_lengths, lambda: (inner.own_length(), inner.full_length()), split.dim)
         wrap_forward(block, Role.SEQUENCE_SHAPES, around)
@@ -249,7 +251,7 @@ def _own_row_forward(sequence: _Sequence, forward: Forward, /, *args: Any, **kwa
 
 
 def _attention_forward(
-    module: nn.MultiheadAttention, leaves: tuple[int, ...], sequence: _Sequence, *args: Any, **kwargs: Any
+    module: nn.MultiheadAttention, leaves: tuple[int, ...], sequence: _Sequence, /, *args: Any, **kwargs: Any
 ) -> Any:
     """A split attention. Some of its inputs are shards. Its ``out_proj`` is a row layer, and scatters."""
     tensors = tensor_leaves((args, kwargs))
@@ -434,8 +436,21 @@ def _partial_places(block: nn.Module, names: Iterable[str], *, together: bool) -
     return [(owner, [place for place in places if place[0] is owner]) for owner in owners.values()]
 
 
-def _summing_forward(places: _Places, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls `forward` on parameters whose gradients are summed over the ranks."""
+def _summing_forward(
+    block: str,
+    places: _Places,
+    group: dist.ProcessGroup,
+    known: set[str],
+    forward: Forward,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls `forward` on parameters whose gradients are summed over the ranks.
+
+    Args:
+        known: has `block` once its graph was looked at.
+    """
     parameters = [own_parameters(owner).get(key) for owner, key in places]
     trained = [
         (place, tensor)
@@ -448,7 +463,29 @@ def _summing_forward(places: _Places, group: dist.ProcessGroup, forward: Forward
     for ((owner, key), _), alias in zip(trained, summed, strict=True):
         set_parameter(owner, key, alias)
     try:
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
     finally:
         for (owner, key), tensor in trained:
             set_parameter(owner, key, tensor)
+    if block not in known:
+        known.add(block)
+        _check_graph(block, (args, kwargs), output)
+    return output
+
+
+def _check_graph(block: str, given: Any, output: Any) -> None:
+    """Refuses a block that makes its graph in backward, of parameters whose gradients nobody would sum."""
+    waiting = [tensor.grad_fn for tensor in tensor_leaves(output) if tensor.grad_fn is not None]
+    seen: set[Any] = {tensor.grad_fn for tensor in tensor_leaves(given)}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError(
+                f"{block} recomputes by torch.utils.checkpoint with use_reentrant=True, which makes its graph in "
+                f"backward, out of reach of sequence_parallel=True: take use_reentrant=False (in transformers, "
+                f"gradient_checkpointing_kwargs={{'use_reentrant': False}}), or Plan(recompute='full') in its place"
+            )
+        waiting += [function for function, _ in node.next_functions if function is not None]

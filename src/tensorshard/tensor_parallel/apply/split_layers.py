@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharding import to_local
-from tensorshard.data_parallel.sharded_parameter import read_in_full
 from tensorshard.layers.split_embedding import parallel_embedding
 from tensorshard.layers.split_linear import ActivationSharding, Replicated, column_linear, parallel_linear
 from tensorshard.model.blocks import is_transposed
@@ -112,8 +111,8 @@ def _described(module: nn.Module) -> SplittableLayer:
 def _linear_forward(
     module: nn.Module, transposed: bool, dim: int, group: dist.ProcessGroup, input: torch.Tensor
 ) -> torch.Tensor:
-    weight, bias = read_in_full(module.weight), read_in_full(module.bias)  # type: ignore[arg-type]
-    return parallel_linear(input, weight.t() if transposed else weight, bias, dim, group)
+    weight: Any = module.weight
+    return parallel_linear(input, weight.t() if transposed else weight, module.bias, dim, group)  # type: ignore[arg-type]
 
 
 def _embedding_forward(
@@ -122,7 +121,7 @@ def _embedding_forward(
     assert isinstance(module, nn.Embedding)
     return parallel_embedding(
         input,
-        read_in_full(module.weight),
+        module.weight,
         module.padding_idx,
         module.max_norm,
         module.norm_type,
@@ -186,7 +185,7 @@ def _with_split_lookups(
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if weight is not own_parameters(module)["weight"]:
             return F.embedding(input, weight, *options)
-        return parallel_embedding(input, read_in_full(weight), *options, num_embeddings, 0, group)
+        return parallel_embedding(input, weight, *options, num_embeddings, 0, group)
 
     with _EmbeddingOverride(lookup):
         return forward(*args, **kwargs)

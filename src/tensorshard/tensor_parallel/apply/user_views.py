@@ -13,8 +13,7 @@ A parameter stays one object with this rank's part in memory. What a function ge
 
 Hooks that are registered on modules after ``parallelize`` are such code, too. Earlier ones belong to what was verified.
 
-Also here: one parameter that is split over tensor-parallel ranks, or sharded as well, and what functions do with it
-whole.
+Also here: one parameter that is split over tensor-parallel ranks, and what functions do with it whole.
 """
 
 import sys
@@ -30,10 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import distribute_like, on_mesh_device
-from tensorshard.data_parallel.sharded_parameter import differentiate, give_gradient, gradient_of, read_in_full
 from tensorshard.model.call_stack import is_called_by_user, mark_modules
 from tensorshard.model.forward_contexts import RootRole, hook_root
-from tensorshard.model.watched_parameters import Pause, Source, Watch, WrittenThrough, run, unwatch, watch, watches_of
+from tensorshard.model.watched_parameters import Pause, Source, Watch, WrittenThrough, run, watch, watches_of
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
@@ -57,15 +55,11 @@ class UserViews:
         self._model = model
         self._in_hook = False  # of the user's, on a module
         self._depth = 1  # until the first :meth:`begin`
-        # What ZeRO 3 shows between a forward and its backward.
-        self._gathered: list[tuple[nn.Parameter, FullView]] = []
-        self._watches: dict[nn.Parameter, FullView] = {}
-        is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        for name, parameter in model.named_parameters():
-            if split.num_shards(name) > 1 or isinstance(parameter, DTensor):  # with ZeRO 3 all look whole, or none
-                self._watches[parameter] = FullView(
-                    name, split.of(name), shapes[name], self.is_users_call, is_sharded=is_sharded, is_master=False
-                )
+        self._watches = {
+            parameter: FullView(name, split.of(name), shapes[name], self.is_users_call, is_master=False)
+            for name, parameter in model.named_parameters()
+            if split.num_shards(name) > 1
+        }
         self._by_name = {view.name: view for view in self._watches.values()}
         for parameter, view in self._watches.items():
             watch(parameter, view)
@@ -181,8 +175,6 @@ class UserViews:
                     "which cannot transform its collectives: use torch.autograd.grad, with create_graph=True for "
                     "another derivative, or tp=1"
                 )
-            while self._gathered:
-                unwatch(*self._gathered.pop())
             given[-1].extend(self._cut_given())
 
         def after(*_: Any) -> None:
@@ -190,11 +182,6 @@ class UserViews:
                 return
             for module, key, tensor in given.pop():
                 set_parameter(module, key, tensor)
-            for module, key, parameter, view in self._places:
-                shown = parameter_at(module, key)
-                if view.is_sharded and shown is not parameter and isinstance(shown, nn.Parameter):
-                    watch(shown, view)
-                    self._gathered.append((shown, view))
             self._leave()
 
         hook_root(model, RootRole.WHOLE_PARAMETERS, before=before, after=after, always=True)
@@ -245,6 +232,7 @@ def _register(
     register: Callable[..., Any],
     module: nn.Module,
     context: Callable[[], AbstractContextManager[None]],
+    /,
     hook: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
@@ -263,7 +251,6 @@ class FullView(Watch):
     Args:
         shape: of the full parameter.
         is_users_call: whether the code that asks is to get the whole.
-        is_sharded: whether ZeRO 3 shards the part.
         is_master: whether it is a master weight or a state, with which no forward computes.
     """
 
@@ -277,10 +264,9 @@ class FullView(Watch):
         shape: torch.Size,
         is_users_call: Callable[[], bool] = lambda: True,
         *,
-        is_sharded: bool = False,
         is_master: bool = True,
     ) -> None:
-        self.name, self.shape, self.is_sharded, self._is_master = name, shape, is_sharded, is_master
+        self.name, self.shape, self._is_master = name, shape, is_master
         self.cuts = split.cuts(name)
         self._split, self._is_users_call = split, is_users_call
 
@@ -353,7 +339,6 @@ class FullView(Watch):
         return _call(function, args, kwargs)
 
     def gradient(self, parameter: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor | None:
-        held = gradient_of(parameter) if self.is_sharded else held
         return self.whole_gradient(parameter, held) if self._is_users_call() else held
 
     def whole_gradient(self, parameter: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor | None:
@@ -375,19 +360,12 @@ class FullView(Watch):
                 f"a gradient of shape {list(gradient.shape)} was assigned to {self.name!r} of shape {list(self.shape)}"
             )
         plain = gradient._plain if isinstance(gradient, WrittenThrough) else gradient
-        mean = self.of_one_rank(self.sum_gradients(plain))
-        return self.cut(mean) if self.is_sharded else self.part_like(parameter, mean)
-
-    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> bool:
-        if not (self.is_sharded and isinstance(parameter, DTensor)):
-            return False
-        give_gradient(parameter, gradient)
-        return True
+        return self.part_like(parameter, self.of_one_rank(self.sum_gradients(plain)))
 
     def source(self, held: torch.Tensor, *, graph: bool) -> Source:
         """The whole of what this rank has as `held`."""
         graph = graph and not self._is_master
-        base = _Gathered.apply(read_in_full(held), self) if graph else self.read(held)
+        base = _Gathered.apply(held, self) if graph else self.read(held)
         return Source(base, partial(_version, held), partial(self.read, held), partial(self._store, held))
 
     def shown(self, held: torch.Tensor) -> torch.Tensor:
@@ -405,19 +383,7 @@ class FullView(Watch):
     def _store(self, held: torch.Tensor, whole: torch.Tensor) -> None:
         with without_torch_functions_of_tensors():
             part = self.cut(whole)
-            if (
-                self.is_sharded
-                and isinstance(held, nn.Parameter)
-                and not (isinstance(held, DTensor) or self.is_elsewhere)
-            ):
-                raise RuntimeError(
-                    f"parameter {self.name!r} was written to between a forward and its backward, where zero=3 shows a "
-                    f"gathered copy: write to it after the backward"
-                )
             if isinstance(held, DTensor):
-                note_write = getattr(held, "note_write", None)  # the data ranks compare what was written
-                if note_write is not None:
-                    note_write(part)
                 shard_of(held).copy_(distribute_like(part, held).to_local())
             else:
                 held.copy_(part)
@@ -536,8 +502,7 @@ def _call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
             return own.write(first, value._plain if isinstance(value, WrittenThrough) else value)
         if function == _REPRESENTATION:
             return f"Parameter of shape {list(own.shape)}, of which each tensor-parallel rank holds a part"
-        plain = not (own.is_sharded or isinstance(first, DTensor))
-        if plain and function in _ELEMENTWISE and _on_parts(function, own, args, kwargs):
+        if not isinstance(first, DTensor) and function in _ELEMENTWISE and _on_parts(function, own, args, kwargs):
             return first
     sources: dict[int, Source] = {}
     graph = torch.is_grad_enabled() and function not in _WITHOUT_GRAPH
@@ -585,19 +550,23 @@ def _autograd_gradients(args: Any, kwargs: dict[str, Any]) -> Any:
     outputs, inputs = args  # torch hands on all else by name
     views = [_view_of(parameter) for parameter in inputs]
     outputs, inputs, options = tree_map_only(WrittenThrough, lambda leaf: leaf._plain, (outputs, inputs, kwargs))
-    if any(view is not None and view.is_sharded for view in views):
-        with without_torch_functions_of_tensors():
-            averages = differentiate(torch.autograd.grad, (outputs, inputs), options)
-        pairs = zip(views, averages, strict=True)
-        return tuple(g if view is None or g is None else view.read(g) for view, g in pairs)
     of_data_ranks = any(view is not None and view.of_data_ranks for view in views)
     with without_torch_functions_of_tensors():
-        gradients = torch.autograd.grad(
-            outputs, inputs, **{**options, "allow_unused": True} if of_data_ranks else options
-        )
+        asked = {**options, "allow_unused": True} if of_data_ranks else options
+        gradients = _gradients_of_parts(outputs, inputs, asked)
         if of_data_ranks:
             gradients = _with_experts_of_others(gradients, inputs, views, options)
     return tuple(_full_gradient(view, gradient) for view, gradient in zip(views, gradients, strict=True))
+
+
+def _gradients_of_parts(outputs: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> Sequence[Any]:
+    """``torch.autograd.grad``, as what else watches the parameters has it."""
+    further_in = dict.fromkeys(w for one in inputs for w in watches_of(one) if not isinstance(w, FullView))
+    for watching in further_in:
+        gradients = watching.call(torch.autograd.grad, (outputs, inputs), dict(options))
+        if gradients is not NotImplemented:
+            return gradients  # type: ignore[no-any-return]
+    return torch.autograd.grad(outputs, inputs, **options)
 
 
 def _with_experts_of_others(

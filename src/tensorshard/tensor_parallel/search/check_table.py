@@ -28,7 +28,6 @@ from tensorshard.tensor_parallel.verify.comparison import Agreement, MismatchErr
 from tensorshard.tensor_parallel.verify.model_check import ModelCheck, OuterLayersCheck
 from tensorshard.tensor_parallel.verify.model_run import (
     ModelRun,
-    blocks_without_random_numbers,
     find_units,
     run_once,
     without_repetition,
@@ -119,8 +118,6 @@ def check_around_run(
             f"the model's output would be split over the ranks with the table\n{table.describe()}\nand a loss needs it "
             f"whole: use colwise_gather for the last layer"
         )
-    if checks.not_random is None:
-        checks.not_random = blocks_without_random_numbers(units, run)
     split_share, kept_share = split_shares(model, complete, checks.size)
     return VerifiedTable(
         complete,
@@ -129,7 +126,6 @@ def check_around_run(
         checks.size,
         shared_inputs,
         sequence=sequence,
-        not_random=checks.not_random,
         kept_share=kept_share,
     )
 

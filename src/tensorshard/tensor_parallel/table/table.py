@@ -139,7 +139,6 @@ class VerifiedTable:
         shared_inputs: names of column layers that read the same tensor, which can communicate once for all.
         checked: whether it was checked by numbers.
         sequence: how its blocks compute on parts of a sequence, by name; empty without sequence parallelism.
-        not_random: names of the blocks that make no random numbers in training; empty if the table was not checked.
     """
 
     plan: TensorTable
@@ -149,7 +148,6 @@ class VerifiedTable:
     shared_inputs: list[tuple[str, ...]]
     checked: bool = True
     sequence: dict[str, SequenceSplit] = field(default_factory=dict)
-    not_random: frozenset[str] = frozenset()
     alone: dict[str, str] = field(default_factory=dict)
     kept_share: float = 0.0
 

@@ -56,6 +56,17 @@ _WITH_PROBABILITY: dict[Callable[..., Any], int] = {
 }
 
 
+_DRAWN = 0.5
+_DRAWS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(owner, name)
+    for owner, names in (
+        (torch, ("rand", "randn", "rand_like", "randn_like", "normal", "bernoulli")),
+        (torch.Tensor, ("normal_", "uniform_", "bernoulli", "bernoulli_", "exponential_", "cauchy_", "log_normal_")),
+    )
+    for name in names
+)
+
+
 @dataclass
 class BlockCall:
     """The first call of a block.
@@ -82,7 +93,8 @@ class InTraining:
     """What a block or a model does in training.
 
     Args:
-        differs: whether its code runs other operations than in evaluation; dropout and batch norms do not count.
+        differs: whether its code runs other operations than in evaluation, or in other modules; dropout and batch norms
+            do not count. True where that is not known.
         written: names of the parameters and buffers that its forward writes.
     """
 
@@ -166,7 +178,7 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         train_without_dropout(copied)
         for parameter, requires_grad in zip(copied.parameters(), trained, strict=True):
             parameter.requires_grad_(requires_grad)  # code may write into those that are not trained
-        with WithoutDropout():
+        with WithoutRandomness():
             run(copied, samples, outputs)
 
     # With gradients: which inputs of a block have gradients is one of the results.
@@ -182,7 +194,8 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         if not raised_by_model(error):
             raise
         written = frozenset(watching[-1].written if watching else ())
-        capture.training = InTraining(written=written)
+        capture.training = InTraining(True, written)  # it is to be compared by numbers
+        capture.trained_otherwise = frozenset(blocks)
         return capture
     capture.note_reads(training.capture)
     differing = {name for name, code in training.code.items() if evaluated.code.get(name) != code}
@@ -200,8 +213,8 @@ class BlockOutputs(Provenance[Output]):
         blocks: names of the modules to watch.
 
     Attributes:
-        code: a digest of the names of the operations in each block's first call, and in the model (""), without what
-            torch's own batch norms do, which count their batches in training.
+        code: a digest of the operations in each block's first call, and in the model (""): their names, and the modules
+            that run them. What torch's own batch norms do is left out, which count their batches in training.
         written: names of the parameters and buffers that an operation has changed in place.
     """
 
@@ -267,8 +280,9 @@ class BlockOutputs(Provenance[Output]):
             for digest in (self._digest, *self._digests.values()):
                 digest.add(operation, described)
             if not self._batch_norms:
+                within = self._modules[-1] if self._modules else ""
                 for block in self._coding:
-                    self.code[block] = hash((self.code[block], operation.func))
+                    self.code[block] = hash((self.code[block], operation.func, within))
         for tensor in operation.written:
             self.written.update(self._held.get(storage_key(tensor), ()))
 
@@ -360,8 +374,9 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return meta.requires_grad_(tensor.requires_grad)
 
 
-class WithoutDropout(TorchFunctionMode):
-    """A context in which torch's functions drop nothing, whatever probability they are given."""
+class WithoutRandomness(TorchFunctionMode):
+    """A context in which torch's functions drop nothing, whatever probability they are given, and each number that they
+    draw is the same, so that two runs on different shapes compute the same."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -373,7 +388,13 @@ class WithoutDropout(TorchFunctionMode):
                 args = (*args[:place], 0.0, *args[place + 1 :])
             elif "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
-        return run_operation(func, args, kwargs)
+        if func not in _DRAWS:
+            return run_operation(func, args, kwargs)
+        state = torch.get_rng_state()
+        drawn = run_operation(func, args, kwargs)
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            return drawn.detach().fill_(_DRAWN) if drawn.requires_grad else drawn.fill_(_DRAWN)
 
 
 def train_without_dropout(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ weights. :mod:`.comparison` compares the results.
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -95,7 +96,6 @@ class BlockCheck:
         self._read_outside = read_outside
         self.training = training
         self._frozen = {name for name, parameter in block.named_parameters() if not parameter.requires_grad}
-        self._in_training: TrainingCheck | None = None
         self._by_channel: dict[tuple[str, int], bool] = {}
         self._as_linear: dict[tuple[str, bool], bool] = {}
         for gentle in (False, True):
@@ -279,9 +279,7 @@ class BlockCheck:
             layouts, runs = self._split_runs_of_views(split, sliced, counter)
             agreement = compare_outputs(runs, self.expected)
             compare_gradients(runs, self.expected, layouts, sliced)
-            if self.training.differs:
-                if self._in_training is None:
-                    self._in_training = TrainingCheck(self._copy_to_train, self._given, self._generator)
+            if self._in_training is not None:
                 self._in_training.check(
                     self.size,
                     lambda copied, group: self._split(copied, group, split, layouts, sliced),
@@ -353,13 +351,23 @@ class BlockCheck:
     def _check_whole(self, layouts: Mapping[str, Layout]) -> None:
         """Refuses a split of parameters that each rank needs whole."""
         parameters = {name for name, _ in self._block.named_parameters()}
+        written: set[str] = set()
+        if self._in_training is None or not self._in_training.compares:
+            written |= self.training.written & parameters
         for names, why in (
-            (self.training.written & parameters, "the forward writes {} in place"),
+            (written, "the forward writes {} in place"),
             (self._read_outside, "code outside of the block reads {}"),
         ):
             for name in sorted(names):
                 if name in layouts and layouts[name].dim is not None:
                     raise MismatchError(f"{why.format(name)}, so each rank needs it whole")
+
+    @cached_property
+    def _in_training(self) -> TrainingCheck | None:
+        """What the full block computes in training; None if that is what it computes in evaluation."""
+        if not self.training.differs:
+            return None
+        return TrainingCheck(self._copy_to_train, self._given, self._generator, self.training.written)
 
     def _check_channels(self, styles: Mapping[str, Style]) -> None:
         for name, style in styles.items():

@@ -45,7 +45,6 @@ class BlockChecks:
     Attributes:
         passed: what a caller found about blocks that passed, in case another table asks the same.
         around: the check of the model around the blocks, once a caller has made it.
-        not_random: names of the blocks that make no random numbers, once a caller has found them.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], run: ModelRun, size: int) -> None:
@@ -54,7 +53,6 @@ class BlockChecks:
         self._made: dict[int, BlockCheck] = {}
         self.passed: dict[Hashable, Any] = {}
         self.around: ModelCheck | None = None
-        self.not_random: frozenset[str] | None = None
 
     def of(self, name: str) -> BlockCheck:
         """The check of blocks like the one called `name`."""

@@ -4,7 +4,7 @@ Blocks are compared in evaluation (:mod:`.block_check`). In training their code 
 ``if self.training``, and may need the whole of what a split layer returns: statistics of it, say.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from tensorshard.model.fake_copies import mixed_mask
-from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.model_errors import failed_line, raised_by_model
 from tensorshard.model.provenance import SOFTMAXES, STATISTICS, NotedStatistics
 from tensorshard.model.reachable_state import draws_on_host
 from tensorshard.model.state_places import host_random_restored, host_random_states
 from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.tensor_parallel.table.layouts import Layout, local_shard
-from tensorshard.tensor_parallel.verify.block_calls import WithoutDropout
+from tensorshard.tensor_parallel.verify.block_calls import WithoutRandomness
 from tensorshard.tensor_parallel.verify.comparison import (
     BlockRun,
     MismatchError,
@@ -185,17 +185,22 @@ class TrainingCheck:
         make_copy: makes a copy of the block, in training, to change and run.
         given: its arguments.
         generator: of the cotangents.
+        written: names of the parameters and buffers that a forward writes, which are compared whatever their size.
     """
 
-    def __init__(self, make_copy: Callable[[], nn.Module], given: Any, generator: torch.Generator) -> None:
-        self._make_copy = make_copy
+    def __init__(
+        self, make_copy: Callable[[], nn.Module], given: Any, generator: torch.Generator, written: Container[str] = ()
+    ) -> None:
+        self._make_copy, self._writes = make_copy, written
         self._expected: Expected | None = None
+        self._failed_line: tuple[str, int] | None = None
         self._written: dict[str, torch.Tensor] = {}
         try:
             self._expected = self._full_run(given, generator)
         except Exception as error:  # a model may need other inputs in training
             if not raised_by_model(error):
                 raise
+            self._failed_line = failed_line(error)
 
     def check(
         self,
@@ -205,7 +210,8 @@ class TrainingCheck:
         sliced: Mapping[int, Layout],
     ) -> None:
         """Compares results, and what forwards write. A block that makes random numbers only has to run: each rank may
-        make others. If the full block does not run in training, nothing is compared.
+        others. If the full block does not run in training, nothing is compared, but the
+        split one may fail nowhere else.
 
         Args:
             split: makes a full copy of the block a rank's part of it, and returns the arguments of that rank.
@@ -216,20 +222,21 @@ class TrainingCheck:
             MismatchError: they differ, or the split block does not run.
         """
         expected = self._expected
-        if expected is None:
-            return
 
         def run(group: dist.ProcessGroup) -> tuple[BlockRun, dict[str, torch.Tensor]]:
             copied = self._make_copy()
             given = split(copied, group)
-            with WithoutDropout():
+            with WithoutRandomness():
+                if expected is None:
+                    tensors, outputs = _forward(copied, given)
+                    return _results(copied, tensors, outputs), {}
                 result = run_split(copied, given, group, expected)
-            return result, _held(copied)
+            return result, self._held(copied)
 
         try:
             with torch.random.fork_rng(devices=[]), host_random_restored():
                 ranks = run_as_ranks(size, run)
-            if not expected.drew:
+            if expected is not None and self.compares:
                 runs = [result for result, _ in ranks]
                 compare_outputs(runs, expected.run)
                 compare_gradients(runs, expected.run, layouts, sliced)
@@ -237,18 +244,20 @@ class TrainingCheck:
         except Exception as error:
             if not raised_by_model(error):
                 raise
+            if expected is None and failed_line(error) == self._failed_line:
+                return
             refused = error if isinstance(error, MismatchError) else not_running(error)
             raise MismatchError(f"in training, {refused}", refused.amount, refused.in_operation) from error
 
     def _full_run(self, given: Any, generator: torch.Generator) -> Expected:
         copied = self._make_copy()
-        before = {name: value.clone() for name, value in _held(copied).items()}
-        with torch.random.fork_rng(devices=[]), host_random_restored(), WithoutDropout():
+        before = {name: value.clone() for name, value in self._held(copied).items()}
+        with torch.random.fork_rng(devices=[]), host_random_restored(), WithoutRandomness():
             states = torch.get_rng_state(), host_random_states()
             expected = run_full(copied, given, generator)
             drew = not torch.equal(states[0], torch.get_rng_state())
             drew = drew or (states[1] != host_random_states() and draws_on_host(copied))
-        after = _held(copied)
+        after = self._held(copied)
         self._written = {
             name: after[name]
             for name, value in before.items()
@@ -256,8 +265,12 @@ class TrainingCheck:
         }
         return replace(expected, drew=drew or not expected.run.is_a_number)
 
+    @property
+    def compares(self) -> bool:
+        """Whether numbers are compared."""
+        return self._expected is not None and not self._expected.drew
 
-def _held(block: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of `block`, by name."""
-    named = (*block.named_parameters(), *block.named_buffers())
-    return {name: tensor.detach() for name, tensor in named if tensor.numel() <= _LARGEST}
+    def _held(self, block: nn.Module) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of `block`, by name."""
+        named = (*block.named_parameters(), *block.named_buffers())
+        return {n: tensor.detach() for n, tensor in named if tensor.numel() <= _LARGEST or n in self._writes}

@@ -11,15 +11,12 @@ from torch import nn
 
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.copies import copy_module
-from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.model_errors import raised_by_model
-from tensorshard.model.provenance import Provenance
 from tensorshard.model.sample_inputs import example_inputs, smaller_inputs
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_convolution, is_multihead_attention
 from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds, describe_module
-from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.pytree import tree_flatten
 
 # A shrunken model keeps this many of the blocks that are alike, so that one passes its output to the next.
@@ -226,34 +223,3 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
     return tensor  # a buffer's values may matter, and it is small
-
-
-def blocks_without_random_numbers(units: Mapping[str, nn.Module], run: ModelRun) -> frozenset[str]:
-    """Names of the blocks that ran without random numbers (dropout, say). Of blocks that are alike, one is run."""
-    known: dict[int, bool] = {}
-    for name, call in run.calls.items():
-        kind = run.kinds[name]
-        if kind not in known:
-            known[kind] = _makes_random_numbers(units[name], call)
-    return frozenset(name for name in run.calls if not known[run.kinds[name]])
-
-
-def _makes_random_numbers(block: nn.Module, call: BlockCall) -> bool:
-    """Whether training runs a random operation in `block`; True if that cannot be found out."""
-
-    def watch(fake: FakeTensorMode, fake_copy: nn.Module, samples: Any) -> Provenance[Any]:
-        return Provenance(fake)
-
-    try:
-        provenance = follow_run(block, (call.args, call.kwargs), watch, _train)
-    except Exception as error:  # a block that evaluates on fake tensors may fail to train on them
-        if not raised_by_model(error):
-            raise
-        return True
-    return provenance.rng_ops > 0
-
-
-def _train(copied: nn.Module, samples: Any, provenance: Provenance[Any]) -> None:
-    args, kwargs = samples
-    copied.train()
-    copied(*args, **kwargs)

@@ -20,7 +20,7 @@ from tensorshard.common.words import kind_of
 from tensorshard.model.parameters import STATISTICS, keeps_statistics
 from tensorshard.model.transformers_settings import is_of_transformers
 from tensorshard.torch_private.modules import own_parameters, set_buffer, set_parameter, without_values
-from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, own_class, weights_folder
+from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, weights_folder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WRAPPERS = (".base_layer.", ".original_module.")  # around what the base model has, in names
@@ -223,7 +223,7 @@ class _Adapters:
     """
 
     def __init__(self, structure: nn.Module, layouts: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
-        self.model = model = cast(Any, without_values(structure, own_class))
+        self.model = model = cast(Any, without_values(structure))
         self.names = {
             n: aliases.get(n, n) for n in structure.state_dict(keep_vars=True) if aliases.get(n, n) in layouts
         }

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from tensorshard.common.folders import WholeFolder
 from tensorshard.common.stores import UploadedFolder, folder_to_write
@@ -68,7 +67,7 @@ class Export:
     ) -> None:
         size = check_arguments(dtype, max_shard_size)
         self._folder = weights_folder(directory, overwrite=overwrite)
-        plain = None if structure is None else _plain(structure)
+        plain = structure
         self._names = StoredNames(plain, layouts)
         stored = {name: _cast(layout, dtype) for name, layout in self._names.layouts.items()}
         temporary = self._folder.begin()
@@ -126,7 +125,7 @@ def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None =
     if not is_of_transformers(model):
         return
     config: Any = deepcopy(model.config)
-    config.architectures = [own_class(model).__name__]
+    config.architectures = [type(model).__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(directory)
@@ -148,21 +147,6 @@ def model_from_configs(place: Path | str) -> nn.Module | None:
 
 def _cast(layout: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return layout if dtype is None or not layout.is_floating_point() else layout.to(dtype)
-
-
-def own_class(model: nn.Module) -> type[nn.Module]:
-    """The class of `model` before ``fully_shard`` derived another from it."""
-    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module))
-    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """`model` as its class builds it, without values: transformers finds its rules by the names of classes."""
-    kind = own_class(model)
-    if kind is type(model) or not is_of_transformers(model):
-        return model
-    with torch.device("meta"):
-        return kind(deepcopy(model.config))
 
 
 class SafetensorsWriter:

@@ -154,9 +154,16 @@ def move_to_meta(
             None to leave it.
 
     Raises:
-        ValueError: A parameter or buffer has no shape yet (a lazy module), or is sparse; or an attribute is a view of
-            a parameter's memory.
+        ValueError: A parameter or buffer has no shape yet (a lazy module), or is sparse; an attribute is a view of
+            a parameter's memory; or a module is one of TorchScript.
     """
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            what = f"module {name!r}" if name else "the model"
+            raise ValueError(
+                f"{what} is a torch.jit.ScriptModule, whose parameters cannot be replaced: hand over the module from "
+                f"before torch.jit.script or torch.jit.trace; Plan(compile=True) compiles blocks"
+            )
     originals = dict(named_tensors(module))  # kept to the end: ids and storages are the keys below
     for name, tensor in originals.items():
         if is_lazy(tensor):

@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from tensorshard.model.parameters import like
 from tensorshard.model.watched_parameters import are_data_taken, forget_taken, held_gradient, note_data
 from tensorshard.passes.precision import compute_dtype, held_dtype, master_dtype
 from tensorshard.plan.mesh import Mesh
-from tensorshard.plan.storage import MasterPlace, Storage, TakeGradient
+from tensorshard.plan.storage import MasterPlace, ParameterUnits, Storage, TakeGradient
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import dtensor_laid_out_as, dtensor_of, shard_of
 from tensorshard.torch_private.fake_tensors import FakeTensor
@@ -38,6 +38,7 @@ class Groups:
     sum: dist.ProcessGroup | None  # each rank keeps all of it
     all: dist.ProcessGroup | None  # all ranks that hold the parameter; None for one alone
     ranks: int  # that have different samples
+    releases: bool = False  # whether whole parameters are in memory only while they are used (ZeRO 3)
 
     @property
     def num_shards(self) -> int:
@@ -54,7 +55,7 @@ def shard_layout(mesh: Mesh, level: int) -> Groups:
     if level == 0 or mesh.shard_size == 1:
         everyone = mesh.gradient_group if ranks > 1 else None
         return Groups(None, None, everyone, everyone, ranks)
-    return _sharded(mesh, ranks)
+    return _sharded(mesh, ranks, level)
 
 
 def expert_layout(mesh: Mesh, level: int) -> Groups:
@@ -67,23 +68,25 @@ def expert_layout(mesh: Mesh, level: int) -> Groups:
     if level == 0:
         everyone = mesh.experts.gradient_group
         return Groups(None, None, everyone, everyone, mesh.gradient_ranks)
-    return _sharded(mesh.experts, mesh.gradient_ranks)
+    return _sharded(mesh.experts, mesh.gradient_ranks, level)
 
 
-def _sharded(mesh: Mesh, ranks: int) -> Groups:
+def _sharded(mesh: Mesh, ranks: int, level: int) -> Groups:
     replicate = mesh.group("dp_replicate") if mesh.degrees["dp_replicate"] > 1 else None
-    return Groups(mesh.shard_mesh, mesh.shard_group, replicate, mesh.gradient_group, ranks)
+    return Groups(mesh.shard_mesh, mesh.shard_group, replicate, mesh.gradient_group, ranks, releases=level == 3)
 
 
-class ReplicatedParameter:
+class ZeroParameter:
     """One parameter: what forward computes with, and the part of it that this rank updates.
 
     Args:
         groups: the ranks that hold it.
         is_expert: whether the other data ranks hold other experts in its place.
         storage: where master weights are kept that forwards do not compute with.
+        units: keeps those of parameters that are whole only while they are used.
 
     Attributes:
+        releases: whether `compute` has memory only while it is used. It has none when this returns.
         compute: the module's parameter, full and plain. Forwards compute with it.
         master: the part that this rank's optimizer updates: a DTensor if it is a shard; `compute` itself if that is it.
         shard: this rank's part in the memory of `master`.
@@ -93,7 +96,7 @@ class ReplicatedParameter:
         update_pending: whether the last update goes on in the background.
         place: of `shard`.
         rows: the memory of `compute` with its padding, [num_shards, chunk]: row r is what rank r updates.
-        mine: this rank's row. `mine_as_shard` is the same without its padding, in the shape of `shard`.
+        mine: this rank's row. `mine_as_shard` is the same without `padding`, in the shape of `shard`.
         averaged: the gradient that a reduction left in `compute`; None if there is none.
         given: a gradient that user code has set, of a type that `compute` cannot hold; None if there is none.
         published: the versions of `compute` and `shard` when both had the same values last.
@@ -110,6 +113,7 @@ class ReplicatedParameter:
         groups: Groups,
         is_expert: bool,
         storage: Storage,
+        units: ParameterUnits,
     ) -> None:
         self.name, self.groups, self.is_expert = name, groups, is_expert
         shard_mesh = groups.mesh
@@ -126,13 +130,15 @@ class ReplicatedParameter:
         self.even = self.chunk * self.num_shards == value.numel()
 
         self.storage = torch.zeros(self.chunk * self.num_shards, dtype=narrow, device=value.device)
+        self.releases = groups.releases and self.num_shards > 1 and self.chunk > 0
         full = self.storage[: value.numel()].view(value.shape)
         full.copy_(value)
-        self.compute = like(template, full)
+        # A gather writes into the storage while graphs hold `compute`, which then has a version of its own.
+        self.compute = like(template, full.data if self.releases else full)
         self.own = slice(index * self.chunk, (index + 1) * self.chunk)
         # The host updates all master weights in its memory, those of 16-bit parameters and others.
         on_host = storage.masters_on_host and value.dim() > 0 and template.requires_grad
-        self.is_copy = narrow != wide or on_host
+        self.is_copy = narrow != wide or on_host or self.releases
         self.index = index
         self.is_awaited = self.update_pending = False
         self.averaged: torch.Tensor | None = None
@@ -149,18 +155,60 @@ class ReplicatedParameter:
         if shard_mesh is None and not self.is_copy:
             self.master = self.shard = self.compute
             return
+        self._make_master(value, template, wide, mine, storage, units)
+        if self.releases:
+            self.release()
+            self.is_awaited = True
+
+    def _make_master(
+        self,
+        value: torch.Tensor,
+        template: nn.Parameter,
+        dtype: torch.dtype,
+        mine: slice,
+        storage: Storage,
+        units: ParameterUnits,
+    ) -> None:
+        """Makes the part that this rank updates, of `dtype`: the rows `mine` of `value`."""
+        full = self.storage[: value.numel()].view(value.shape)
         if not self.is_copy:
             local = (full[mine] if value.dim() else full).data  # with a version of its own, unlike a view
         else:
-            local = (value[mine] if value.dim() else value).to(wide)
-            local, self.place = storage.keep_master(local, self.mine[: local.numel()])
+            local = (value[mine] if value.dim() else value).to(dtype)
+            if self.releases:
+                local, self.place = units.keep(local)
+            else:
+                local, self.place = storage.keep_master(local, self.mine[: local.numel()])
         if self.num_shards > 1:
-            assert shard_mesh is not None
-            shard: Any = dtensor_of(local, shard_mesh, [Shard(0)], value.shape, full.stride())
+            assert self.groups.mesh is not None
+            shard: Any = dtensor_of(local, self.groups.mesh, [Shard(0)], value.shape, full.stride())
             self.master = like(template, shard)
         else:
             self.master = like(template, local)
         self.shard = shard_of(self.master)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether `compute` has fewer digits than the master weight."""
+        return self.storage.dtype != self.shard.dtype
+
+    def release(self) -> None:
+        """Gives back the memory of `compute`, which stays the same tensor."""
+        if not self.storage.untyped_storage().resizable():  # NumPy shares it, and keeps it
+            full = self.compute.detach()
+            self.storage = torch.empty_like(self.storage)
+            self._view_rows()
+            self.compute.data = self.storage[: full.numel()].view(full.shape).data
+            del full
+            self.count_owners()
+        self.storage.untyped_storage().resize_(0)
+
+    def make_room(self) -> None:
+        """Takes memory for `compute` again, and puts this rank's part of the master there."""
+        self.storage.untyped_storage().resize_(self.storage.numel() * self.storage.element_size())
+        self.address = _address(self.storage)
+        if self.padding.numel():  # what is sent of it is the same each time
+            self.padding.zero_()
 
     def count_owners(self) -> None:
         """Notes how many tensors show the memory now, before user code can."""
@@ -180,6 +228,8 @@ class ReplicatedParameter:
         self.rows = self.storage.view(self.num_shards, self.chunk)
         self.mine = self.storage[self.own]
         self.mine_as_shard = self.mine[: self._shard_shape.numel()].view(self._shard_shape)
+        # Not in make_room, as engine.replay compares what operators return, and memory is not set there yet.
+        self.padding = self.mine[self._shard_shape.numel() :]
 
     def chunked(self, gradient: torch.Tensor) -> torch.Tensor:
         """The full `gradient` as a tensor whose chunk r, along its first dimension, is what rank r will keep."""
@@ -202,7 +252,7 @@ class ReplicatedParameter:
             keep_master: the master was written as well, and keeps its values.
 
         Raises:
-            RuntimeError: `compute` was given memory of another type, shape or device.
+            RuntimeError: `compute` was given more memory than it has.
         """
         if _address(self.compute) != self.address:
             self._move()
@@ -229,15 +279,13 @@ class ReplicatedParameter:
         user code may give that back."""
         given = self.compute.detach()
         numel = given.numel()
-        wanted = self.storage
-        if given.dtype != wanted.dtype or given.device != wanted.device or numel > wanted.numel():
+        if numel > self.storage.numel():
             raise RuntimeError(
-                f"the parameter {self.name!r} was given other memory (p.data = ..., or model.to(...)) of {given.dtype} "
-                f"on {given.device} with {numel} elements, and the plan laid it out as {wanted.dtype} on "
-                f"{wanted.device}: copy values into it with p.copy_(values) under torch.no_grad(), or set the type in "
-                f"Plan(precision=...) and the device in parallelize(device=...)"
+                f"the parameter {self.name!r} was given other memory (p.data = ...) of {numel} elements, and the plan "
+                f"laid it out with {self.storage.numel()}: copy values into it with p.copy_(values) under "
+                f"torch.no_grad()"
             )
-        self.storage = torch.zeros_like(wanted)
+        self.storage = torch.zeros_like(self.storage)
         self._view_rows()
         full = self.storage[:numel].view(given.shape)
         full.copy_(given)
@@ -327,8 +375,8 @@ class ReplicatedParameter:
             assert self.take_gradient is not None
             self.take_gradient(self.master, shard)
             return
-        if shard.dtype != self.shard.dtype:
-            shard = shard.to(self.shard.dtype)
+        if shard.dtype != self.shard.dtype or shard.device != self.shard.device:
+            shard = shard.to(self.shard.device, self.shard.dtype)
         if self.master.grad is not None:
             self.take_back_gradient()
             if self.finish_gradients is not None:
@@ -353,18 +401,18 @@ def _types(parameter: nn.Parameter, precision: str) -> tuple[torch.dtype, torch.
     return wide, narrow
 
 
-def show_master(p: ReplicatedParameter) -> None:
+def show_master(p: ZeroParameter) -> None:
     """Makes the master weight of `p`, which code finds in the optimizer's groups, one that is read in full."""
     if isinstance(p.master, DTensor):
         read_as_full(p.master, _MasterReader(p))
     else:
-        note_data(p.master)
+        note_data(p.master, p.name)
 
 
 class _MasterReader:
     """What a master weight asks of the parameter that forwards compute with."""
 
-    def __init__(self, parameter: ReplicatedParameter) -> None:
+    def __init__(self, parameter: ZeroParameter) -> None:
         self._parameter = weakref.ref(parameter)
 
     def read(self, parameter: DTensor) -> torch.Tensor:
@@ -378,17 +426,8 @@ class _MasterReader:
         if known is not None:
             known.compute.grad = gradient
 
-    def note_write(self, parameter: DTensor, values: list[torch.Tensor]) -> None:
-        """Nothing: what this rank wrote to its shard is published."""
 
-    def differentiate(self, arguments: dict[str, Any]) -> NoReturn:
-        raise RuntimeError(
-            "torch.autograd.grad was called by parameters of engine.optimizer.param_groups, which no forward computes "
-            "with: call it by those of engine.model.parameters()"
-        )
-
-
-def note_published(parameters: Sequence[ReplicatedParameter]) -> None:
+def note_published(parameters: Sequence[ZeroParameter]) -> None:
     """Notes that `compute` and the master of each have the same values now."""
     with without_torch_functions_of_tensors():
         computes = [p.compute for p in parameters]
@@ -400,7 +439,7 @@ def note_published(parameters: Sequence[ReplicatedParameter]) -> None:
         forget_taken([p.master for p in parameters])
 
 
-def with_written_masters(parameters: Sequence[ReplicatedParameter]) -> list[ReplicatedParameter]:
+def with_written_masters(parameters: Sequence[ZeroParameter]) -> list[ZeroParameter]:
     """Those whose master, where it is not `compute`, was written since :func:`note_published`."""
     versions, taken = _master_versions(parameters), are_data_taken([p.master for p in parameters])
     return [
@@ -410,7 +449,7 @@ def with_written_masters(parameters: Sequence[ReplicatedParameter]) -> list[Repl
     ]
 
 
-def written(parameters: Sequence[ReplicatedParameter], *, in_backward: bool = False) -> list[ReplicatedParameter]:
+def written(parameters: Sequence[ZeroParameter], *, in_backward: bool = False) -> list[ZeroParameter]:
     """Those whose `compute` was written, or given other memory, since :func:`note_published`.
 
     A step asks for all of a model several times, so nothing is called for one alone.
@@ -431,7 +470,7 @@ def written(parameters: Sequence[ReplicatedParameter], *, in_backward: bool = Fa
     ]
 
 
-def _master_versions(parameters: Sequence[ReplicatedParameter]) -> list[int]:
+def _master_versions(parameters: Sequence[ZeroParameter]) -> list[int]:
     masters, shards = [p.master for p in parameters], [p.shard for p in parameters]
     return list(map(operator.add, tensor_versions(masters), tensor_versions(shards)))
 

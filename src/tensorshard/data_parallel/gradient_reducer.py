@@ -13,7 +13,8 @@ from tensorshard.comm.collectives import all_gather_into, finish_unasked
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.buckets import MOST_BYTES, Bucket, Buckets, Reduction
 from tensorshard.data_parallel.published_weights import PublishedWeights
-from tensorshard.data_parallel.replicated_parameter import Groups, ReplicatedParameter
+from tensorshard.data_parallel.unit_order import UnitOrder
+from tensorshard.data_parallel.zero_parameter import Groups, ZeroParameter
 from tensorshard.model.watched_parameters import (
     Watch,
     held_gradient,
@@ -85,7 +86,7 @@ class EqualBackwards:
             self._known = False
 
 
-class ReplicatedGradients:
+class GradientReducer:
     """Averages the gradients of a model's parameters over the data ranks.
 
     Args:
@@ -104,7 +105,7 @@ class ReplicatedGradients:
 
     def __init__(
         self,
-        parameters: Iterable[ReplicatedParameter],
+        parameters: Iterable[ZeroParameter],
         buckets: Buckets,
         weights: PublishedWeights,
         groups: Groups,
@@ -116,19 +117,24 @@ class ReplicatedGradients:
         self.take: TakeGradient | None = None
         self.finish: Callable[[], None] | None = None
         self.writers: torch.Tensor | None = None
+        self.order: UnitOrder | None = None
+        self._differed: list[torch.Tensor] = []  # above 0 if some rank has differed from it
         self._parameters = list(parameters)
         self._buckets = buckets
+        self._is_told = groups.releases  # which buckets to reduce; else it finds out
+        self._reduced: set[Bucket] = set()  # in the running backward
         self._weights = weights
         self._groups = groups
         self._reduce_dtype = reduce_dtype
         self._level = level
         self._in_flight: deque[Reduction] = deque()
         self._gives_back = groups.shard is not None  # a reduction that is over gives back its message
-        self._accumulated: dict[ReplicatedParameter, torch.Tensor] = {}
+        self._accumulated: dict[ZeroParameter, torch.Tensor] = {}
         self._in_backward = False
         self._wrote: bool | None = None  # whether this backward's forward wrote parameters; None if nobody has looked
         self._is_guided = False  # the Engine says when backwards begin and end
-        self._in_step = False  # in a step of the Engine, which scales losses so that gradients only need to be summed
+        self._is_share = False  # the loss is this rank's share of the whole batch's, so that gradients are summed
+        self._are_shown = True  # to the user's code, at the end of a backward
         self._complete = True  # the gradients of the last backward have been averaged
         self._last = True
         self._final = True  # the step's gradients are complete after its next backward
@@ -138,16 +144,17 @@ class ReplicatedGradients:
         self._backwards_seen: set[int] | None = set()
         self._at_the_end = False
         # Where ranks meet in other collectives of a backward, they must reduce the same buckets between the same two.
-        self._meets = meets and groups.communicate
+        self._meets = meets and groups.communicate and not groups.releases
         self._equal: EqualBackwards | None = None  # whether they will, in the backward that is running
         self._numbers: dict[torch.Tensor, int] = {p.compute: number for number, p in enumerate(self._parameters)}
-        self._shown_gradients: dict[ReplicatedParameter, _ShownGradient] = {}
+        self._shown_gradients: dict[ZeroParameter, _ShownGradient] = {}
         # A hook costs a small parameter more than its gradient. In a step of the Engine only that parameter of each
         # bucket has one whose gradient came last before.
         self._hooks = {parameter: self._watch(parameter) for parameter in self._parameters}
         self._are_paused = False  # the others', while a backward runs
-        self._last_ones: list[ReplicatedParameter] = []  # of the buckets
+        self._last_ones: list[ZeroParameter] = []  # of the buckets
         self._others = PausedHooks([])  # the hooks of all but these
+        self._are_all_known = False  # `_others` are all hooks
 
     def watch(self, take: TakeGradient, finish: Callable[[], None]) -> None:
         """Sets :attr:`take` and :attr:`finish`."""
@@ -166,6 +173,8 @@ class ReplicatedGradients:
         self._buckets.launched = 0
         self._accumulated.clear()
         self._late.clear()
+        self._reduced.clear()
+        self._differed.clear()
         for bucket in self._buckets.trained:
             bucket.ready.clear()
         for p, shown in self._shown_gradients.items():
@@ -185,15 +194,25 @@ class ReplicatedGradients:
             self._equal.abandon()
         self.discard()
         self._complete = True
-        self._in_step = False
+        self._is_share, self._are_shown = False, True
 
-    def begin_micro_batch(self, last: bool, *, average: bool) -> None:
+    def begin_micro_batch(self, last: bool, *, shown: bool) -> None:
         """See :meth:`~tensorshard.data_parallel.sharded_model.ShardedModel.begin_micro_batch`."""
+        if self._complete and shown and self._groups.communicate:
+            self._share_held_gradients()
         self._final = last
-        self._last = last or (self._level == 2 and self._groups.shard is not None)
+        self._last = last or (self._level >= 2 and self._groups.shard is not None)
         self._complete = False
-        self._in_step = not average
+        self._is_share, self._are_shown = True, shown
         self._is_guided = True
+
+    @torch.no_grad()
+    def _share_held_gradients(self) -> None:
+        """Makes gradients from before a step this rank's share of them, as those that the step will add."""
+        for p, held in zip(self._parameters, held_gradients(self._buckets.computes), strict=True):
+            for gradient in (held, p.given):
+                if gradient is not None and p.groups.all is not None:
+                    gradient.div_(p.groups.all.size())
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         """See :meth:`~tensorshard.data_parallel.sharded_model.ShardedModel.begin_backward`."""
@@ -213,11 +232,12 @@ class ReplicatedGradients:
         """Called after a step's last backward: reduces what is left."""
         if not self._complete:
             self._finish()
-        self._is_guided = self._in_step = False
+        self._is_guided = self._is_share = False
+        self._are_shown = True
 
     # -- in a backward --
 
-    def _watch(self, parameter: ReplicatedParameter) -> RemovableHandle | None:
+    def _watch(self, parameter: ZeroParameter) -> RemovableHandle | None:
         # Weak references: the garbage collector does not see those of such a hook, and would never free the model.
         gradients, watched = weakref.ref(self), weakref.ref(parameter)
 
@@ -231,12 +251,14 @@ class ReplicatedGradients:
             return None
         trained = compute.requires_grad
         compute.requires_grad_(True)  # else no hook could be registered, which one needs when it is trained later
-        handle = compute.register_post_accumulate_grad_hook(ready)
+        handle = torch.Tensor.register_post_accumulate_grad_hook(compute, ready)
         compute.requires_grad_(trained)
         return handle
 
     def _begin_backward(self) -> None:
         self._in_backward, self._wrote = True, None
+        if self.order is not None:
+            self.order.end_after_backward()  # the end of its backward comes before that of this one
         if not self._are_paused:  # else they were arranged before the hooks were
             self._buckets.arrange()
         if not self._is_guided:
@@ -245,7 +267,10 @@ class ReplicatedGradients:
     def _pause_hooks(self) -> None:
         """Takes the hooks of all but the last parameter of each bucket away, if gradients that are there at its end
         can only be those of the backward that begins, and if ranks may reduce a bucket at different times."""
-        if not (self._groups.communicate and self._in_step and self._final and self._last):
+        if not (self._groups.communicate and not self._are_shown and self._final and self._last):
+            return
+        if self._is_told:
+            self._pause_all_hooks()
             return
         if self._waits_for_end or self._meets:
             return
@@ -261,6 +286,29 @@ class ReplicatedGradients:
         self._are_paused = True
         self._others.pause()
 
+    def _pause_all_hooks(self) -> None:
+        self._buckets.arrange()
+        if self._backwards_seen is not None:
+            return
+        if not self._are_all_known:
+            self._are_all_known = True
+            self._others = PausedHooks(hook for hook in self._hooks.values() if hook is not None)
+        self._are_paused = True
+        self._others.pause()
+
+    def reduce(self, numbers: Iterable[int]) -> None:
+        """Begins to reduce the gradients of the buckets with these `numbers`. All ranks do so in one order."""
+        if not self._groups.communicate or not self._last:
+            return
+        if not self._in_backward:
+            self._begin_backward()
+        self._complete = False
+        for number in numbers:
+            bucket = self._buckets.of_units.get(number)
+            if bucket is not None:
+                self._reduce(bucket)
+                self._reduced.add(bucket)
+
     def _resume_hooks(self) -> None:
         if self._are_paused:
             self._are_paused = False
@@ -268,13 +316,14 @@ class ReplicatedGradients:
 
     def _look_for_late_gradients(self) -> None:
         """Finds those that came after their bucket was reduced, for which no hook was called."""
-        for bucket in self._buckets.backward_order[: self._buckets.launched]:
+        launched = self._buckets.backward_order[: self._buckets.launched]
+        for bucket in [b for b in self._buckets.backward_order if b in self._reduced] if self._is_told else launched:
             held = held_gradients([p.compute for p in bucket.parameters])
             if any(g is not None and g is not p.averaged for p, g in zip(bucket.parameters, held, strict=True)):
                 bucket.last = None  # it is learned anew
                 self._late[bucket] = None
 
-    def _note_ready(self, bucket: Bucket, parameter: ReplicatedParameter) -> None:
+    def _note_ready(self, bucket: Bucket, parameter: ZeroParameter) -> None:
         if not self._are_paused:
             bucket.ready.add(parameter)
             if len(bucket.ready) == len(bucket.parameters):
@@ -284,7 +333,7 @@ class ReplicatedGradients:
         else:
             bucket.last = None  # the order has changed: it is reduced at the end, and learned anew
 
-    def _gradient_ready(self, parameter: ReplicatedParameter) -> None:
+    def _gradient_ready(self, parameter: ZeroParameter) -> None:
         if not self._in_backward:
             self._begin_backward()
         bucket = self._buckets.bucket_of[parameter]
@@ -296,6 +345,10 @@ class ReplicatedGradients:
         self._complete = False
         if not self._groups.communicate:
             self._take_local(parameter)
+            return
+        if self._is_told:
+            if bucket in self._reduced:
+                self._late[bucket] = None
             return
         order = self._buckets.backward_order
         if self._buckets.launched and bucket in order[: self._buckets.launched]:
@@ -321,7 +374,7 @@ class ReplicatedGradients:
             return False
         return not self._meets or (self._equal is not None and self._equal.hold())
 
-    def _keep(self, parameter: ReplicatedParameter) -> None:
+    def _keep(self, parameter: ZeroParameter) -> None:
         """Between micro-batches: 16-bit gradients are summed in fp32, others where autograd sums them."""
         gradient = held_gradient(parameter.compute)
         assert gradient is not None
@@ -333,7 +386,7 @@ class ReplicatedGradients:
             self._accumulated[parameter] = gradient.float()
         hold_gradient(parameter.compute, None)
 
-    def _take_local(self, parameter: ReplicatedParameter) -> None:
+    def _take_local(self, parameter: ZeroParameter) -> None:
         """Takes a gradient on one rank, where it needs no reduction."""
         if parameter.master is not parameter.compute:
             (gradient,) = self._take([parameter])
@@ -342,7 +395,7 @@ class ReplicatedGradients:
         elif self.take is not None:
             self.take(parameter.master)
 
-    def _take(self, parameters: Sequence[ReplicatedParameter]) -> list[torch.Tensor | None]:
+    def _take(self, parameters: Sequence[ZeroParameter]) -> list[torch.Tensor | None]:
         """Takes each parameter's gradient of all micro-batches since the last reduction."""
         gradients = take_held_gradients([p.compute for p in parameters])
         for index, p in enumerate(parameters):
@@ -371,7 +424,9 @@ class ReplicatedGradients:
             self._equal = None
         self._buckets.arrange()
         if self._groups.communicate:
-            for bucket in [*self._buckets.backward_order[self._buckets.launched :], *self._late]:
+            order = self._buckets.backward_order
+            rest = [b for b in order if b not in self._reduced] if self._is_told else order[self._buckets.launched :]
+            for bucket in [*rest, *self._late]:
                 self._reduce(bucket)
             for reduction in self._in_flight:
                 reduction.advance()
@@ -379,9 +434,14 @@ class ReplicatedGradients:
                 self._collect(self._in_flight.popleft())
             self._buckets.launched = 0
             self._late.clear()
+            self._reduced.clear()
         else:  # parameters that had a gradient only in an earlier micro-batch
             for parameter in list(self._accumulated):
                 self._take_local(parameter)
+        if self.order is not None and self._final:  # one read a step
+            if self._differed:
+                self.order.take_note(world().known(torch.stack(self._differed).max(), 0.0) > 0.0)
+            self._differed.clear()
         if self.finish is not None:
             self.finish()
         if self._backwards_seen is not None:
@@ -389,8 +449,8 @@ class ReplicatedGradients:
             self._backwards_seen = None
         self._in_backward = False
         self._complete = True
-        if not self._in_step:
-            self._show_gradients()
+        if self._are_shown:
+            self.show_gradients()
 
     def _note_backwards(self) -> None:
         """Called at the end of a backward, with those that ran within it."""
@@ -404,12 +464,15 @@ class ReplicatedGradients:
         for reduction in self._in_flight:
             reduction.advance()
         gradients = dict(zip(bucket.parameters, self._take(bucket.parameters), strict=True))
-        scale = 1.0 if self._in_step else 1.0 / self._groups.ranks
+        scale = 1.0 if self._is_share else 1.0 / self._groups.ranks
         bucket.ready.clear()
         if self._wrote is None:  # the forward may have written some, too
             self._wrote = self._weights.are_written()
         wrote = self._wrote or bool(self._weights.written)
-        self._in_flight.append(Reduction(bucket, gradients, self._reduce_dtype, scale, wrote))
+        self._in_flight.append(Reduction(bucket, gradients, self._reduce_dtype, scale, wrote, self._differs()))
+
+    def _differs(self) -> bool:
+        return self.order is not None and self.order.differed
 
     def _may_join(self, bucket: Bucket) -> bool:
         """Whether a reduction of `bucket` may begin beside those under way, whose gradients take memory until they are
@@ -426,10 +489,13 @@ class ReplicatedGradients:
         if not reduction.is_of_experts:  # else not all data ranks know it
             assert reduction.writers is not None
             self.writers = reduction.writers.clone()  # what it is a view of goes with the gradients
+            if self.order is not None:
+                assert reduction.differed is not None
+                self._differed.append(reduction.differed.clone())
 
     # -- gradients as user code sees and sets them --
 
-    def _show_gradients(self) -> None:
+    def show_gradients(self) -> None:
         """Makes ``p.grad`` show averaged gradients that the masters hold."""
         for p in self._parameters:
             if p.master is not p.compute and p.master.grad is not None and p not in self._shown_gradients:
@@ -466,13 +532,13 @@ class ReplicatedGradients:
                 hold_gradient(p.compute, gradient)
         if self.finish is not None:
             self.finish()
-        self._show_gradients()
+        self.show_gradients()
 
 
 class _ShownGradient(Watch):
     """Shows the averaged gradient of a master, whole, as that of the parameter."""
 
-    def __init__(self, parameter: ReplicatedParameter) -> None:
+    def __init__(self, parameter: ZeroParameter) -> None:
         self._parameter = parameter
 
     def gradient(self, parameter: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor | None:
