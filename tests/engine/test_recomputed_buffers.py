@@ -53,7 +53,10 @@ class Counting(nn.Module):
 
 def _train(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], list[torch.Tensor]]:
     model = Counting()
-    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=ADAMW, loss_fn=nn.functional.mse_loss)
+    # Micro-batches move the codebook one after the other, in a plain loop, too.
+    engine = ts.parallelize(
+        model, ts.Plan(**fields), optimizer=ADAMW, loss_fn=nn.functional.mse_loss, check_samples=False
+    )
     losses = []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from tensorshard.comm import primitives
 from tensorshard.comm.decisions import held_sizes
 from tensorshard.comm.groups import Group, resolve_group
+from tensorshard.comm.kept_results import as_kept
 from tensorshard.comm.marks import ParallelMark, set_mark
 from tensorshard.comm.sharded_tensors import check_tensor, is_split, local_of, refuse_dtensor
 from tensorshard.comm.sharding import normalize_dim, shard_sizes
@@ -70,7 +71,7 @@ class _Reduce(Function):
         ctx.group = group
         total = tensor.clone(memory_format=torch.contiguous_format)
         primitives.all_reduce(total, group)
-        return total
+        return as_kept(total, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -113,7 +114,7 @@ class _Gather(Function):
         grad_scale: float,
     ) -> torch.Tensor:
         ctx.dim, ctx.sizes, ctx.group, ctx.grad_scale = dim, sizes, group, grad_scale
-        return primitives.gather_dim(tensor, dim, sizes, group)
+        return as_kept(primitives.gather_dim(tensor, dim, sizes, group), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -148,7 +149,7 @@ class _GatherForSum(Function):
         ctx: Any, tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
-        return primitives.gather_dim(tensor, dim, sizes, group)
+        return as_kept(primitives.gather_dim(tensor, dim, sizes, group), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

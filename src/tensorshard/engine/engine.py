@@ -22,12 +22,12 @@ from tensorshard.engine.gradients import (
     NotTakenError,
 )
 from tensorshard.engine.guards.batch_buffers import BatchBuffers
-from tensorshard.engine.guards.coupled_samples import CoupledSamples, check_independent_samples
 from tensorshard.engine.guards.foreign_optimizers import ModuleChanges, mark_trained
+from tensorshard.engine.guards.independent_samples import IndependentSamples
 from tensorshard.engine.guards.own_collectives import OwnCollectives, explained
 from tensorshard.engine.guards.replay import compare_repeated
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
-from tensorshard.engine.guards.uneven_means import UnevenMeans
+from tensorshard.engine.guards.uneven_means import UnevenMeans, check_independent_samples
 from tensorshard.engine.last_batch import BatchShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
@@ -124,6 +124,7 @@ class Engine(LoopMethods, StateMethods):
         cache: GenerationCache,
         own_rules: Sequence[OwnRule] = (),
         debug: bool = False,
+        check_samples: bool = True,
         watchdog: bool | float = True,
         storage: Storage,
         heap: HostHeap | None = None,
@@ -169,11 +170,6 @@ class Engine(LoopMethods, StateMethods):
         self._changing: set[tuple[int, str]] | None = None  # which buffers steps change; None before the first
         trained = sharded.trained_masters()
         self._optimizer, self._owners, again = make_optimizer(optimizer, own_rules, sharded, plan, mesh)
-        if self._owners is not None and plan.ep > 1:
-            raise ValueError(
-                f"ep={plan.ep} was given with {type(self._optimizer).__name__}, which looks at whole tensors, and no "
-                f"rank has all experts; use one that works element by element, such as AdamW, or set ep=1"
-            )
         self._update = storage.keep_states(self._optimizer, sharded, trained, again)
         self._gradients = FinalGradients(sharded, plan, mesh, self.scaler, device, self._update)
         self._changes = ModuleChanges(sharded.model)
@@ -181,6 +177,9 @@ class Engine(LoopMethods, StateMethods):
             self._optimizer, again, sharded, self._owners, reserved=self._update.reserves_states
         )
         batch_buffers = BatchBuffers(sharded, mesh, device)
+        self._samples = IndependentSamples(
+            sharded, plan, mesh, device, inside=self._inside, run=self._run_again, is_asked=check_samples
+        )
         complete_update(
             self._optimizer,
             sharded,
@@ -194,7 +193,7 @@ class Engine(LoopMethods, StateMethods):
                 self._averages.before_update,
                 sharded.finish_backward,
                 lambda: batch_buffers.check(self.step_count),
-                CoupledSamples(sharded.model, plan, mesh, device).check,
+                self._samples.check,
                 *([] if self._owners is None else [self._owners.gather]),
             ),
             after=(self._conclude_check, self._after_update),
@@ -209,6 +208,7 @@ class Engine(LoopMethods, StateMethods):
             self._forwards,
         )
         self._step_runner.watch_loaders(self.loaders, batch_buffers.note_stand_ins)
+        self._step_runner.note_inputs = self._samples.note if plan.pp > 1 else None
         self.metrics: dict[str, torch.Tensor] = {}
         self._manual_loop = ManualLoop(
             sharded,
@@ -366,6 +366,17 @@ class Engine(LoopMethods, StateMethods):
                 is_asked=self._debug,
             )
 
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Around runs of the model that are no step's, and of which nothing is to be left."""
+        with self.random.installed("again"), self._forwards.inside_engine_call(), self._cache.off():
+            yield
+
+    def _run_again(self, given: Any, read: Callable[[Any], None]) -> None:
+        """Runs the model on what it was given before, and reads its output, with the random numbers of a step."""
+        with nullcontext() if self._numbers is None else self._numbers.call():
+            self._step_runner.run(given, read)
+
     def replay(self, inputs: Any, targets: Any = _NOTHING) -> None:
         """Runs forward and backward of a micro-batch twice and compares the bits. Nothing is changed.
 
@@ -400,6 +411,7 @@ class Engine(LoopMethods, StateMethods):
     def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
         self._changes.check()
         self._trained.check()
+        self._samples.samples_are_first()
         if self._check_samples:
             self._check_independent_samples(inputs, targets)
         self._means.begin()

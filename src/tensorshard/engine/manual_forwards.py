@@ -18,8 +18,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.engine.guards.uneven_means import SameBatch, UnevenMeans
-from tensorshard.engine.guards.wrong_batch import note_inputs
+from tensorshard.engine.guards.uneven_means import UnevenMeans
+from tensorshard.engine.guards.wrong_batch import SameBatch, note_inputs
 from tensorshard.engine.last_batch import BatchShares
 from tensorshard.model.forward_contexts import RootRole, hook_root, surround_parts, surround_root
 from tensorshard.passes.precision import autocast, widen_output

@@ -106,6 +106,11 @@ def make_optimizer(
     places = members_that_need_wholes(optimizer, build, trained, sharded.split, splits, mesh.world_group)
     if not places:
         return optimizer, None, build
+    if plan.ep > 1:
+        raise ValueError(
+            f"ep={plan.ep} was given with {type(optimizer).__name__}, which looks at whole tensors, and no "
+            f"rank has all experts; use one that works element by element, such as AdamW, or set ep=1"
+        )
     moved = plan.offloaded
     if moved is not None and (moved.optimizer or moved.gradients or moved.parameters):
         kinds = " with ".join(type(members_of(optimizer)[place]).__name__ for place in sorted(places))

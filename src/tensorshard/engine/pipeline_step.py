@@ -71,6 +71,8 @@ class PipelineStepRunner(StepRunner):
         self._same_batch.check("step", inputs, targets)
         batches = self.batches.split(inputs, targets, self._plan.micro_batches, all_of_them=True)
         parts = [part.on_device(self._device, targets=self._is_last) for part in batches]
+        if self.note_inputs is not None and parts[0].counts:
+            self.note_inputs(parts[0].inputs)
         self._sharded.follow_modes()
         self._sharded.discard_gradients()
         tally = self._tally = LossTally(self._mesh)
@@ -168,6 +170,14 @@ class PipelineStepRunner(StepRunner):
             self._predicts_whole = True
             outputs = self._outputs(self._on_device([(inputs, targets)]), read)
         return self._shown_to_all(lambda: _joined(outputs))
+
+    def run(self, given: Any, read: Callable[[Any], None]) -> None:
+        def note(output: Any, _: Any) -> torch.Tensor:
+            read(output)
+            return torch.zeros(())
+
+        self._sharded.follow_modes()
+        self._outputs([(given, None)], note)
 
     def _outputs(self, parts: list[tuple[Any, Any]], read: Read | None) -> list[Any]:
         """The model's output for each part, or what `read` makes of it, on the rank of the last stage."""

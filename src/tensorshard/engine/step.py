@@ -10,8 +10,7 @@ import torch
 
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.engine_random import kept_random_state
-from tensorshard.engine.guards.uneven_means import SameBatch
-from tensorshard.engine.guards.wrong_batch import explained_forward
+from tensorshard.engine.guards.wrong_batch import SameBatch, explained_forward
 from tensorshard.engine.last_batch import MicroBatch, ShortBatches
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loss import LossTally, MeansWithoutGraphs, Objective, check_has_gradient, model_loss
@@ -83,6 +82,7 @@ class StepRunner(ABC):
         self.batches = ShortBatches(mesh, EngineLoaders(), lambda: None)
         self._tally: LossTally | None = None  # of the step under way
         self.numbers: SameNumbers | None = None
+        self.note_inputs: Callable[[Any], None] | None = None  # of the first micro-batch of a step
 
     def draw_from(self, numbers: SameNumbers) -> None:
         """Makes random numbers those of `numbers`."""
@@ -117,6 +117,14 @@ class StepRunner(ABC):
 
         Args:
             micro_batches: into how many parts of nearly equal size the batch is cut; None for as few as possible.
+        """
+
+    @abstractmethod
+    def run(self, given: Any, read: Callable[[Any], None]) -> None:
+        """Runs the model on one micro-batch, and calls `read` with its output, on the ranks that have it.
+
+        Args:
+            given: the positional and keyword arguments of the model's call; of a pipeline, the inputs.
         """
 
     @abstractmethod
@@ -239,6 +247,16 @@ class WholeModelStepRunner(StepRunner):
                 self._sharded.loss_is_over()
             output = self._sharded.sequences.whole(output)
         return widen_output(output)
+
+    def run(self, given: Any, read: Callable[[Any], None]) -> None:
+        args, kwargs = given
+        if self.numbers is not None:
+            self.numbers.begin([given], [True])
+            self.numbers.place(0)
+        context = autocast(self._plan.precision, self._device)
+        with self._sharded.outputs_for_loss(), self._sharded.sequences.active(), context:
+            read(self._sharded.model(*args, **kwargs))
+            self._sharded.loss_is_over()
 
     def _loss(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         part = part.on_device(self._device)

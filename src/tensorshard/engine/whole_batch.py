@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.kept_results import as_kept
 from tensorshard.comm.primitives import gather_dim, gather_flat
 from tensorshard.comm.world import world
 from tensorshard.model.forward_contexts import RootRole, surround_root
@@ -111,7 +112,8 @@ class WholeBatch:
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(function, args, kwargs)
+            result = self._call(function, args, kwargs)
+            return as_kept(result, self._mesh.dp_group) if isinstance(result, torch.Tensor) else result
 
         return call
 

@@ -195,6 +195,53 @@ def _jagged(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
     ]
 
 
+def samples_taken(tree: Any, size: int, taken: Sequence[int], dim: int = 0) -> Any:
+    """A batch with the samples that `taken` names, in its order.
+
+    Args:
+        tree: a batch of `size` samples: tensors with so many rows, and lists with so many entries. The rest is kept.
+        dim: the dimension of the samples. Tensors that have no such dimension have them in the first.
+    """
+
+    def is_list(node: Any) -> bool:
+        entries = type(node) in (list, tuple) and len(node) == size
+        return entries and (listed if isinstance(node[0], torch.Tensor) else _are_values(node))
+
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, list | tuple):
+            return type(leaf)(leaf[index] for index in taken)
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        at = dim if leaf.dim() > dim and leaf.size(dim) == size else 0
+        if leaf.size(at) != size:
+            return leaf
+        if leaf.layout == torch.jagged:
+            pieces = leaf.unbind()
+            return torch.nested.as_nested_tensor([pieces[index] for index in taken], layout=torch.jagged)
+        return leaf.index_select(at, torch.tensor(taken, device=leaf.device))
+
+    listed = listed_samples(tree) == size
+    leaves, structure = tree_flatten(tree, is_leaf=is_list)
+    return tree_unflatten([part(leaf) for leaf in leaves], structure)
+
+
+def samples_joined(one: Any, other: Any) -> Any:
+    """A batch of two samples, made of two of one sample each; None if they differ in more than their values."""
+    leaves, structure = tree_flatten(one)
+    others, other_structure = tree_flatten(other)
+    if structure != other_structure:
+        return None
+    joined = []
+    for first, second in zip(leaves, others, strict=True):
+        if not isinstance(first, torch.Tensor) or first.dim() == 0 or first.size(0) != 1:
+            joined.append(first)
+        elif first.layout != torch.strided or first.shape != second.shape:
+            return None
+        else:
+            joined.append(torch.cat([first, second.to(first)]))
+    return tree_unflatten(joined, structure)
+
+
 def without_samples(tree: Any) -> Any:
     """`tree`, made of one sample, with no sample in those tensors whose first dimension is that of the samples."""
     return tree_map(

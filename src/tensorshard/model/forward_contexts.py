@@ -48,8 +48,8 @@ class RootRole(IntEnum):
     """The forward waits for updates that go on in the background. After it, those of unused units are taken over."""
     OWN_COLLECTIVES = auto()
     """Collective calls of the model's own code are noticed in the first forward."""
-    COUPLED_SAMPLES = auto()
-    """Reductions over samples are noted in the first forward."""
+    INDEPENDENT_SAMPLES = auto()
+    """What the first forward is given is noted, to be run again with other samples."""
     WHOLE_BATCH = auto()
     """Balance losses that the model calls see the tokens of the whole batch."""
     PRECISION = auto()

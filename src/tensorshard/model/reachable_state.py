@@ -29,7 +29,7 @@ from tensorshard.model.state_places import (
     content_of,
     copied_place,
 )
-from tensorshard.torch_private.modules import buffer_table
+from tensorshard.torch_private.modules import buffer_table, forward_hooks
 
 _DEPTH = 5  # how many objects that hold each other are followed from a module's attribute or an argument
 
@@ -81,7 +81,9 @@ class StateOfModules:
         # torch's layers keep no state of their own; what a subclass's forward does is unknown.
         self._users = [module for module in self._modules if not is_foreign(type(module).__module__)]
         classes = dict.fromkeys(cls for module in self._users for cls in forward_classes(type(module)))
-        self._code = used_by_forwards(classes)
+        hooks = [hook for module in self._modules for hook in forward_hooks(module) if not is_foreign(_file_of(hook))]
+        self._code = used_by_forwards(classes, hooks)
+        self._holders = [getattr(hook, "__self__", hook) for hook in hooks if not isinstance(hook, FunctionType)]
         self._enclosed = [pair for function in self._code.enclosed for pair in variables_around(function)]
         self._data = {cls: names for cls in classes if (names := _data_of(cls))}
 
@@ -106,6 +108,8 @@ class StateOfModules:
                 self._add(reached, Enclosed(cell), 0)
             else:
                 self._visit(reached, content_of(cell), 1)
+        for holder in self._holders:
+            self._visit(reached, holder, 0)
         return reached
 
     def reach_from(self, values: Iterable[Any]) -> Reached:
@@ -129,7 +133,8 @@ class StateOfModules:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 reached.keeps_graph |= value.grad_fn is not None
-                if depth <= 1 or value.grad_fn is None:  # a list of many results is not copied at each call
+                is_absent = getattr(value, "is_absent", False)  # it stands in for what another rank has
+                if (depth <= 1 or value.grad_fn is None) and not is_absent:  # lists of results are not copied
                     reached.tensors.append(value)
         elif isinstance(value, nn.Module):
             self._visit_module(reached, value, depth)
@@ -222,21 +227,24 @@ class UsedByCode:
     writes_items: bool = False
 
 
-def used_by_forwards(classes: Iterable[type[nn.Module]]) -> UsedByCode:
-    """What the forwards of `classes` use; torch's and this package's own code is left out.
+def used_by_forwards(classes: Iterable[type[nn.Module]], hooks: Iterable[Any] = ()) -> UsedByCode:
+    """What the forwards of `classes` and `hooks` use; torch's and this package's own code is left out.
 
     The code is read, not run: the names in the forwards, and in the methods and functions that these lead to.
     """
     used = UsedByCode()
-    seen: set[CodeType] = set()
+    seen: set[CodeType | FunctionType] = set()
     assigned: dict[tuple[int, str], dict[str, Any]] = {}
-    for cls in classes:
-        queue: list[Any] = [cls.forward]
+    for cls, first in [*((cls, cls.forward) for cls in classes), *((type(None), hook) for hook in hooks)]:
+        queue: list[Any] = [getattr(first, "__func__", first)]
         while queue:
             function = queue.pop()
-            if not isinstance(function, FunctionType) or function.__code__ in seen or is_foreign(function.__module__):
+            if not isinstance(function, FunctionType) or is_foreign(function.__module__):
                 continue
-            seen.add(function.__code__)
+            own = function if function.__closure__ else function.__code__  # closures of one code have other variables
+            if own in seen:
+                continue
+            seen.add(own)
             queue.append(getattr(function, "__wrapped__", None))  # a decorator such as torch.autocast is around it
             used.names |= set(function.__code__.co_freevars)
             used.enclosed.append(function)
@@ -259,6 +267,11 @@ def used_by_forwards(classes: Iterable[type[nn.Module]]) -> UsedByCode:
                     queue.append(getattr(method, "__func__", method))
     used.variables = [(namespace, name) for (_, name), namespace in assigned.items()]
     return used
+
+
+def _file_of(hook: Any) -> str | None:
+    """The name of the module that a hook, or the object that is one, is from."""
+    return getattr(hook, "__module__", None) or type(hook).__module__
 
 
 def forward_classes(cls: type[nn.Module]) -> list[type[nn.Module]]:

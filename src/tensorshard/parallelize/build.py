@@ -87,6 +87,7 @@ def parallelize(
     sample_targets: Any = None,
     fixed: Plan | Mapping[str, Any] | None = None,
     watchdog: bool | float = True,
+    check_samples: bool = True,
 ) -> Engine:
     """Lays `model` out over the processes as `plan` says, and returns the :class:`Engine` that trains it.
 
@@ -135,6 +136,9 @@ def parallelize(
             is logged), and the error names it. For one that computes for long, a warning says at which line it is. A
             number: seconds, after which that ends the call, too; else that is up to `timeout`. It costs a thread, and
             no message as long as steps take less than two seconds. False turns all of it off.
+        check_samples: whether the first step also looks, where the plan cuts the batch, if what the model computes for
+            a sample depends on the others of its batch, which is then an error. It costs two or three forwards of one
+            micro-batch.
 
     When this returns, the module belongs to the Engine. If it raises, the module is as it was before: parameters,
     buffers, attributes, hooks and forwards. Torch's global random state is not changed in either case.
@@ -172,6 +176,7 @@ def parallelize(
         sample_inputs=sample_inputs,
         timeout=timeout,
         debug=debug,
+        check_samples=check_samples,
         watchdog=watchdog,
     )
     script = Path(sys.argv[0]).name
@@ -240,6 +245,7 @@ def build_engine(
     sample_inputs: Any = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     debug: bool = False,
+    check_samples: bool = True,
     watchdog: bool | float = True,
     decisions: Decisions | None = None,
     off_device: bool | None = None,
@@ -314,6 +320,7 @@ def build_engine(
             cache=cache,
             own_rules=rules,
             debug=debug,
+            check_samples=check_samples,
             watchdog=watchdog,
             storage=storage,
             heap=heap,

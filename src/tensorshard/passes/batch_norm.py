@@ -7,8 +7,8 @@ squared distance from it), because one pass cancels badly in fp32.
 Also here: which batch normalizations can be synchronized exactly: their calls of ``batch_norm``, seen on a few samples.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -32,7 +32,7 @@ from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_in
 from tensorshard.torch_private.tensors import tensor_version
 
 _COUNTS = "_tensorshard_counts_samples"
-"""An attribute of each synchronized module: whether its inputs have a part in the statistics."""
+"""Of each synchronized module: whether its inputs have a part in the statistics; None where these are constants."""
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -63,13 +63,45 @@ def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.Process
 @contextmanager
 def ignored_in_statistics(model: nn.Module) -> Iterator[None]:
     """A context in which what this rank's normalizations in `model` are given has no part in their statistics."""
-    modules = [module for module in model.modules() if _COUNTS in vars(module)]
-    for module in modules:
-        setattr(module, _COUNTS, False)
+    with _counting(model.modules(), False):
+        yield
+
+
+@contextmanager
+def constant_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A context in which batch normalizations among `modules` normalize by constants, and keep no statistics."""
+    by_themselves = [
+        module
+        for module in modules
+        if _COUNTS not in vars(module) and (isinstance(module, BatchNormBase) or keeps_statistics(module))
+    ]
+    opened: list[BatchNormCalls] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        opened.append(BatchNormCalls(_constants))
+        opened[-1].__enter__()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for module in by_themselves:
+            # Not by the module's own methods: one that another stage computes refuses hooks.
+            stack.callback(nn.Module.register_forward_pre_hook(module, before).remove)
+            stack.callback(nn.Module.register_forward_hook(module, after, always_call=True).remove)
+        stack.enter_context(_counting(modules, None))
+        yield
+
+
+@contextmanager
+def _counting(modules: Iterable[nn.Module], counts: bool | None) -> Iterator[None]:
+    synchronized = [module for module in modules if _COUNTS in vars(module)]
+    for module in synchronized:
+        setattr(module, _COUNTS, counts)
     try:
         yield
     finally:
-        for module in modules:
+        for module in synchronized:
             setattr(module, _COUNTS, True)
 
 
@@ -131,7 +163,7 @@ def _running(module: nn.Module) -> list[tuple[int, int]]:
 def _averaged(module: InstanceNorm, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """An instance normalization: each sample by itself, and running statistics that are a mean over all samples."""
     output = forward(*args, **kwargs)
-    if module.training and module.track_running_stats:
+    if module.training and module.track_running_stats and getattr(module, _COUNTS) is not None:
         buffers = [buffer for buffer in (module.running_mean, module.running_var) if buffer is not None]
         input = tensor_leaves((args, kwargs))[0]
         unbatched = 2 + next(index for index, kind in enumerate(INSTANCE_NORMS) if isinstance(module, kind))
@@ -156,7 +188,7 @@ def global_batch_norm(
     momentum: float | torch.Tensor,
     eps: float,
     group: dist.ProcessGroup,
-    counts: bool = True,
+    counts: bool | None = True,
 ) -> torch.Tensor:
     """``F.batch_norm(..., training=True)``, where every rank of `group` has a part of the batch. A collective of
     `group`.
@@ -166,8 +198,11 @@ def global_batch_norm(
         running_mean, running_var: [channels], updated in place; None if none are kept.
         weight, bias: [channels].
         momentum: the share of this batch in the running statistics; a tensor of one element, or a number.
-        counts: whether `input` has a part in the statistics; else it is only normalized by them.
+        counts: whether `input` has a part in the statistics; else it is only normalized by them. None to normalize by
+            constants.
     """
+    if counts is None:
+        return _constants(input, None, None, weight, bias, 0.0, eps)
     with torch.no_grad():
         mean, variance, count = _statistics(input if counts else input[:0], group)
         unbiased = variance * (count / (count - 1))

@@ -1,127 +1,141 @@
-"""Losses that couple samples: noticed where they are not gathered, exact where they are."""
+"""Forwards in which a sample depends on the others of its batch: refused by name before the first update."""
 
-import importlib.util
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import parity
-import tensorshard as ts
-from log_lines import logged
-from tensorshard.models import GPT, next_token_loss
-from toys import squares
-
-_PATH = Path(__file__).parents[3] / "examples" / "contrastive.py"
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+import seeds
+from engines import ADAMW, engine_of, own_shard
+from toys import data, squares
 
 
-def _example() -> Any:
-    spec = importlib.util.spec_from_file_location("contrastive", _PATH)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+class Coupled(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.group = way, None
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.register_buffer("calls", torch.tensor(0))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.register_buffer("ranks", torch.full((16,), float(rank)))
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.count += 1
+        if self.way == "max":
+            return x / x.abs().max()
+        if self.way == "mean":
+            return x - torch.mean(x, 0)
+        if self.way == "norm":
+            return x / x.norm()
+        if self.way == "amax":
+            return x / x.detach().abs().amax((0, 1))
+        if self.way == "var":
+            return x / (1 + x.var(dim=(0, 1)))
+        if self.way == "of all ranks":
+            largest = x.detach().abs().max()
+            if dist.is_initialized() and self.group is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+            return x / largest + 0.0 * x.max()
+        if self.way == "of weights":
+            return x @ (self.weight / (self.weight * 2).abs().max())
+        if self.way == "of samples":
+            return x / x.abs().amax(-1, keepdim=True) + torch.max(x, -x)
+        if self.way == "for a log":
+            self.logged = x.max().item()
+        if self.way == "own state":
+            return x + 0.0 * x.detach().amax() + self.ranks
+        if self.way == "drawn":
+            return x + 0.0 * torch.rand_like(x) * x.max()
+        return x
 
 
-def _debug_lines(engine: ts.Engine, batch: tuple[Any, Any], steps: int = 2) -> list[str]:
-    with logged() as lines:
-        for _ in range(steps):
-            engine.step(*batch)
-    return [line for line in lines if line.startswith("debug: ")]
+class Net(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        seeds.seed(3)
+        self.inlet, self.coupled, self.outlet = nn.Linear(6, 16), Coupled(way), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(torch.tanh(self.coupled(self.inlet(x))))
 
 
-def _contrastive(fields: dict[str, Any], gathered: bool) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
-    example = _example()
-    torch.manual_seed(3)
-    loss_fn = example.contrastive_loss if gathered else lambda output, _: example.loss_of_pairs(output)
-    engine = ts.parallelize(example.TwoTowers(16), ts.Plan(**fields), optimizer=ADAMW, loss_fn=loss_fn, debug=True)
-    mesh = engine.mesh
-
-    def batch(step: int) -> tuple[Any, Any]:
-        images, texts = (part.chunk(mesh.dp_size)[mesh.dp_rank] for part in example.pairs(step, 16))
-        return (images, texts), texts
-
-    said = _debug_lines(engine, batch(0))
-    losses = [engine.step(*batch(step)).item() for step in range(1, 8)]
-    return losses, engine.full_state_dict(), said
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param(dict(zero=0), marks=pytest.mark.slow),
-        dict(zero=3),
-        dict(zero=1, recompute="full"),
-        pytest.param(dict(pp=2, pp_schedule="gpipe"), marks=pytest.mark.slow),
-        pytest.param(dict(tp=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_gathered_contrastive_loss_is_that_of_one_process(ranks, size, fields):
-    [(expected, state, said)] = ranks(1, _contrastive, dict(zero=0), True)
-    assert said == []
-    results = ranks(size, _contrastive, fields, True)
-    for losses, _, said in results:
-        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-        assert said == []
-    parity.assert_same_state(results[0][1], state, 1e-5)
+def _run(way: str, fields: dict[str, Any], own_loop: bool = False) -> tuple[str, dict[str, Any]]:
+    engine = engine_of(Net(way), **fields)
+    coupled = engine.model.coupled
+    coupled.group = engine.mesh.dp_group
+    for step in range(3):
+        x, y = own_shard(engine, *data(step))
+        try:
+            if own_loop:
+                engine.backward(squares(engine.model(x), y))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            else:
+                engine.step(x, y)
+        except RuntimeError as error:
+            dist.barrier()
+            assert step == 0
+            return str(error), {}
+    return "", {**engine.full_state_dict(), "count": torch.tensor(coupled.count)}
 
 
-@pytest.mark.parametrize(
-    ("size", "fields", "ways"),
-    [
-        (2, dict(zero=1), "the 2 data ranks and 1 micro-batches"),
-        (1, dict(micro_batches=4), "the 1 data ranks and 4 micro-batches"),
-    ],
-)
-def test_one_that_is_not_gathered_is_noticed_once(ranks, size, fields, ways):
-    results = ranks(size, _contrastive, fields, False)
-    [line] = results[0][2]
-    assert ways in line and "couples samples" in line and "gather_samples" in line
-    assert all(said == [] for _, _, said in results[1:])
-    [(expected, _, _)] = ranks(1, _contrastive, dict(zero=0), True)
-    assert abs(results[0][0][-1] - expected[-1]) > 1e-3
+def _alone(way: str) -> dict[str, torch.Tensor]:
+    model = Net(way)
+    optimizer = ADAMW(model.parameters())
+    for step in range(3):
+        squares(model(data(step)[0]), data(step)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**model.state_dict(), "count": torch.tensor(model.coupled.count)}
 
 
-def _independent(fields: dict[str, Any]) -> list[str]:
-    torch.manual_seed(0)
-    engine = ts.parallelize(
-        GPT(61, 16, 2, 2, 30, dropout=0.1), ts.Plan(**fields), optimizer=ADAMW, loss_fn=next_token_loss, debug=True
-    )
-    mesh = engine.mesh
-    tokens = torch.randint(0, 61, (16, 9), generator=torch.Generator().manual_seed(mesh.dp_rank))
-    targets = tokens[:, 1:].clone()
-    targets[:, 2 + mesh.dp_rank :] = -100  # ranks have different numbers of targets
-    return _debug_lines(engine, (tokens[:, :-1], targets))
+PLANS = [dict(zero=0), dict(zero=1), dict(zero=3), dict(zero=3, recompute="full")]
 
 
-@pytest.mark.parametrize(
-    ("size", "fields"),
-    [
-        (2, dict(zero=3, micro_batches=2)),
-        pytest.param(4, dict(pp=2, micro_batches=4), marks=pytest.mark.slow),
-        (2, dict(precision="bf16", zero=2)),
-    ],
-    ids=str,
-)
-def test_cross_entropy_is_not_suspected(ranks, size, fields):
-    assert all(said == [] for said in ranks(size, _independent, fields))
+@pytest.mark.parametrize("fields", PLANS, ids=str)
+@pytest.mark.parametrize("way", ["max", "amax", "mean", "norm", "var"])
+def test_what_depends_on_the_batch_is_refused(ranks, way, fields):
+    for message, _ in ranks(2, _run, way, fields):
+        assert "module 'coupled' (Coupled), by" in message
+        assert "test_independent_samples.py:" in message
 
 
-def _unequal() -> list[str]:
-    torch.manual_seed(0)
-    engine = ts.parallelize(nn.Linear(4, 4), ts.Plan(), optimizer=ADAMW, loss_fn=squares, debug=True)
-    length = 3 + engine.mesh.dp_rank
-    return _debug_lines(engine, (torch.ones(2, length, 4), torch.ones(2, length, 4)))
+def test_every_rank_of_other_plans_refuses_it(ranks):
+    for fields in (dict(zero=1, tp=2, tp_plan={"inlet": "colwise_gather"}), dict(zero=3, dp_replicate=2)):
+        for message, _ in ranks(4, _run, "max", fields):
+            assert "module 'coupled' (Coupled), by" in message
 
 
-def test_batches_that_cannot_be_joined_are_said_to_be_unchecked(ranks):
-    assert ranks(2, _unequal) == [
-        ["debug: whether the loss couples samples is not checked: the ranks' batches cannot be joined"],
-        [],
-    ]
+def test_micro_batches_are_parts_too(ranks):
+    for world_size, fields in ((1, dict(micro_batches=2)), (2, dict(zero=3, micro_batches=2))):
+        for message, _ in ranks(world_size, _run, "max", fields):
+            assert "module 'coupled' (Coupled), by" in message
+    assert ranks(1, _run, "of samples", dict(micro_batches=2))[0][0] == ""
+
+
+def test_a_loop_of_ones_own_refuses_it(ranks):
+    for message, _ in ranks(2, _run, "max", dict(zero=1), True):
+        assert "module 'coupled' (Coupled), by" in message
+
+
+@pytest.mark.parametrize("fields", PLANS[1:3], ids=str)
+@pytest.mark.parametrize("way", ["of all ranks", "of weights", "of samples", "for a log", "none"])
+def test_what_does_not_is_as_in_one_process_and_a_comparison_changes_nothing(ranks, way, fields):
+    [(message, state), _] = ranks(2, _run, way, fields)
+    assert message == ""
+    parity.assert_same_state(state, _alone(way), 1e-5)
+
+
+def test_a_buffer_that_is_each_ranks_own_is_no_fault(ranks):
+    assert [message for message, _ in ranks(2, _run, "own state", dict(zero=1))] == ["", ""]
+
+
+def test_random_numbers_and_one_data_rank_are_no_fault(ranks):
+    assert [message for message, _ in ranks(2, _run, "drawn", dict(zero=1))] == ["", ""]
+    alone = dict(tp=2, tp_plan={"inlet": "colwise_gather"})
+    assert [message for message, _ in ranks(2, _run, "max", alone)] == ["", ""]

@@ -9,6 +9,7 @@ Also here: errors of torch's own collectives and sharded tensors, said in the En
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,28 +53,46 @@ class OwnCollectives:
         if not self._watches or not torch.is_grad_enabled() or world().is_simulated:
             yield
             return
-        before = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
-        for name, method in before.items():
-            setattr(dist.ProcessGroup, name, self._checking(name.strip("_"), method))
         try:
-            yield
+            with models_collectives(self._refuse):
+                yield
         finally:
             self._watches = False
-            for name, method in before.items():
-                setattr(dist.ProcessGroup, name, method)
 
-    def _checking(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _refuse(self, name: str, call: Callable[[], Any], group: dist.ProcessGroup, _: Any) -> Any:
+        if group is not dist.group.WORLD:
+            return call()
+        raise RuntimeError(
+            f"the model calls torch.distributed itself ({name}, {users_line()}), for all ranks, and under "
+            f"{' and '.join(self._axes)} these have the same samples or other parts of the model: pass the "
+            f"group of the ranks that share the batch (group=engine.mesh.dp_group), switch it off in the "
+            f"model, or use a plan without {' and '.join(self._axes)}"
+        )
+
+
+@contextmanager
+def models_collectives(instead: Callable[[str, Callable[[], Any], dist.ProcessGroup, Any], Any]) -> Iterator[None]:
+    """A context in which ``instead(name, call, group, first)`` is called for a collective that a model's forward makes.
+
+    Args:
+        instead: is given the call to make, and its first argument, in which all but barriers leave their results.
+    """
+    before = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if group is dist.group.WORLD and _is_a_models():
-                raise RuntimeError(
-                    f"the model calls torch.distributed itself ({name}, {users_line()}), for all ranks, and under "
-                    f"{' and '.join(self._axes)} these have the same samples or other parts of the model: pass the "
-                    f"group of the ranks that share the batch (group=engine.mesh.dp_group), switch it off in the "
-                    f"model, or use a plan without {' and '.join(self._axes)}"
-                )
-            return method(group, *args, **kwargs)
+            call = partial(method, group, *args, **kwargs)
+            return instead(name, call, group, args[0] if args else None) if _is_a_models() else call()
 
         return called
+
+    for name, method in before.items():
+        setattr(dist.ProcessGroup, name, watched(name.strip("_"), method))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(dist.ProcessGroup, name, method)
 
 
 def _is_a_models() -> bool:

@@ -1,37 +1,38 @@
-"""What the first step shows: whether the loss is a mean over a number that differs between ranks or micro-batches, such
-as that of the tokens that are not padding; and whether data ranks have the same samples.
+"""What the first step shows of the loss: whether it is a mean over a number that differs between parts of the batch,
+such as that of the tokens that are not padding; and whether data ranks have the same samples.
 
 The Engine weighs the mean of each part of a batch by its samples. Of such a loss it should weigh by that number.
 
-Also here: a guard that finds ranks with different batches, among ranks that compute the same samples together.
-
-Those are the ranks that differ only along pp, cp or tp. With different batches they would train on one rank's samples
-and another rank's targets, or on halves of different samples.
+Also here: whether a loss treats each sample by itself. A contrastive loss, or the balance loss of a router, couples
+samples. It then depends on how they are dealt to ranks and micro-batches, as under DistributedDataParallel.
 """
 
-import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.collectives import all_gather_into
 from tensorshard.comm.world import world
-from tensorshard.model.whole_sequences import is_part
+from tensorshard.engine.guards.wrong_batch import batch_digest
+from tensorshard.model.batches import batch_size
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.autograd import means_of, statistics_in
-from tensorshard.torch_private.process_groups import group_device
-from tensorshard.torch_private.pytree import tree_flatten, tree_map, tree_tensors
+from tensorshard.torch_private.pytree import tree_flatten, tree_tensors, tree_unflatten
 
 logger = logging.getLogger("tensorshard")
 
 _SHOWN = 8
+_SEED = 0
+_REMEDIES = (
+    "If it is a mean over a number found in the batch, let loss_fn return (sum, count) of what it divides by. If it "
+    "balances the load of experts, or takes another function of the whole batch, wrap that in "
+    "engine.over_whole_batch(function). If it compares samples, as contrastive losses do, gather what it compares "
+    "with ts.gather_samples, and take micro_batches=1"
+)
 _COMPARED = 1024  # elements of a factor
-_AXES = ("pp", "cp", "tp")
-_BITS = 62  # of a digest, as an int64
 
 
 class UnevenMeans:
@@ -153,100 +154,83 @@ def _are_equal(values: Sequence[float]) -> bool:
     return all(math.isclose(value, values[0], rel_tol=1e-6) for value in values)
 
 
-class SameBatch:
-    """Compares the ranks' batches: their shapes before every call, their values where the shapes are new.
+def check_independent_samples(
+    evaluate: Callable[[Any, Any], torch.Tensor],
+    mesh: Mesh,
+    inputs: Any,
+    targets: Any,
+    *,
+    micro_batches: int,
+    tolerance: float,
+    is_asked: bool,
+) -> None:
+    """Compares the loss of the batch with that of the same samples, dealt to ranks and micro-batches in another way.
 
-    Comparing shapes takes one message of 24 bytes. Comparing values needs a copy to the host, and a wrong sampler shows
-    at the first batch.
-
-    Messages go over the groups' half for the CPU where there is one, so that nothing waits for a GPU.
+    If they differ, the log of rank 0 says so. A collective of all ranks; the batch is gathered on each data rank.
 
     Args:
-        mesh: where the ranks are.
-        device: of this rank.
+        evaluate: returns the mean loss of a batch, cut into `micro_batches`, in evaluation mode.
+        tolerance: the relative difference that rounding may cause.
+        is_asked: whether the user wants to know what cannot be checked, too.
     """
-
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._axes = [axis for axis in _AXES if mesh.degrees[axis] > 1]
-        self._groups = [mesh.group(axis) for axis in self._axes]
-        self._device = group_device(self._groups[0], torch.device("cpu")) if self._groups else device
-        self._compared: set[tuple[str, int]] = set()
-
-    def check(self, call: str, inputs: Any, targets: Any) -> None:
-        """A collective of the ranks that should have the same batch.
-
-        Args:
-            call: the Engine's method that was given the batch.
-
-        Raises:
-            ValueError: on all these ranks, if the batches differ in structure, shapes, types or values; or if one has a
-                nested tensor, which no axis of them cuts.
-        """
-        if self._groups and any(tensor.layout == torch.jagged for tensor in tree_tensors((inputs, targets))):
-            raise ValueError(
-                f"engine.{call} was given a nested tensor of jagged layout under {' and '.join(self._axes)}, where "
-                f"layers and messages have one shape: pad the sequences (torch.nested.to_padded_tensor) and mask what "
-                f"is added, or take a plan of data ranks alone, with zero=1 to 3"
+    if mesh.dp_size * micro_batches == 1:
+        return
+    batches: list[Any] = [None] * mesh.dp_size
+    dist.all_gather_object(batches, (inputs, targets), group=mesh.dp_group)
+    dealt = dealt_otherwise(batches, [batch_size(given) for given, _ in batches], mesh.dp_rank)
+    if dealt is None:
+        if mesh.rank == 0 and is_asked:
+            logger.warning(
+                "debug: whether the loss couples samples is not checked: the ranks' batches cannot be joined"
             )
-        if not self._groups or dist.get_backend(self._groups[0]) == "fake" or world().is_simulated:
-            return
-        shapes = batch_digest((call, inputs, targets), values=False)
-        rows = self._gathered([dist.get_rank(), shapes, int((call, shapes) not in self._compared)])
-        equal = len({row[1] for row in rows}) == 1
-        if equal and any(row[2] for row in rows):
-            rows = self._gathered([dist.get_rank(), batch_digest((inputs, targets), values=True), 0])
-            equal = len({row[1] for row in rows}) == 1
-        if not equal:
-            self._refuse(call, rows, inputs)
-        self._compared.add((call, shapes))
-
-    def _gathered(self, row: list[int]) -> list[list[int]]:
-        """Every rank's `row`."""
-        rows = torch.tensor([row], device=self._device)
-        for group in self._groups:
-            everyone = rows.new_empty((group.size() * rows.size(0), rows.size(1)))
-            all_gather_into(everyone.view(-1), rows.view(-1), group, what="the batches' shapes")
-            rows = everyone
-        return rows.tolist()
-
-    def _refuse(self, call: str, rows: list[list[int]], inputs: Any) -> None:
-        described: list[Any] = [(dist.get_rank(), _described(inputs))]
-        for group in self._groups:
-            gathered: list[Any] = [None] * group.size()
-            dist.all_gather_object(gathered, described, group=group)
-            described = [entry for entries in gathered for entry in entries]
-        inputs_of = dict(described)
-        first = rows[0]
-        other = next(row for row in rows if row[1] != first[1])
-        raise ValueError(
-            f"engine.{call} was given different batches on ranks {first[0]} and {other[0]} (inputs of "
-            f"{inputs_of[first[0]]} and {inputs_of[other[0]]}), which differ only along {' and '.join(self._axes)}: "
-            f"such ranks pass the same batch. Draw it by engine.mesh.dp_rank of engine.mesh.dp_size, as in "
-            f"DistributedSampler(dataset, num_replicas=engine.mesh.dp_size, rank=engine.mesh.dp_rank)"
+        return
+    state = torch.get_rng_state()
+    first = evaluate(inputs, targets).item()
+    if not is_asked and not torch.equal(state, torch.get_rng_state()):
+        return  # other samples get other random numbers
+    other = evaluate(*dealt[0]).item()
+    if mesh.rank == 0 and abs(first - other) > tolerance * max(abs(first), abs(other)):
+        logger.warning(
+            "%sthe loss of a batch is %.6g, and %.6g when its samples are dealt to the %d data ranks and "
+            "%d micro-batches in another order. So it couples samples, and depends on the number of ranks. %s "
+            "(docs/coupled-losses.md)",
+            "debug: " if is_asked else "",
+            first,
+            other,
+            mesh.dp_size,
+            micro_batches,
+            _REMEDIES,
         )
 
 
-def batch_digest(batch: Any, *, values: bool) -> int:
-    """A number that is the same for equal batches; without `values`, for those of equal structure and shapes."""
-    leaves, structure = tree_flatten(tree_map(_plain, batch))
-    digest = hashlib.blake2b(str(structure).encode(), digest_size=8)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            if values and not is_part(leaf):  # ranks of a loader that cuts sequences have different parts
-                flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-                digest.update(flat.view(torch.uint8).numpy().data)
-        elif values and isinstance(leaf, bool | int | float | complex | str | bytes | None):
-            digest.update(repr(leaf).encode())
-    return int.from_bytes(digest.digest(), "big") % 2**_BITS
+def dealt_otherwise(batches: list[Any], sizes: list[int], rank: int) -> tuple[Any, torch.Tensor] | None:
+    """As many samples as rank `rank` had, from all ranks' samples in another order.
+
+    Args:
+        batches: of each rank, of any structure. Tensors whose first dimension is not the samples stay as they are.
+        sizes: how many samples each has.
+
+    Returns:
+        The batch, and for each place of the joined batches the sample that is there now; None if they cannot be joined.
+    """
+    flat = [tree_flatten(batch) for batch in batches]
+    start = sum(sizes[:rank])
+    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(_SEED), device="cpu")
+    mine = order[start : start + sizes[rank]]
+    if len({len(leaves) for leaves, _ in flat}) > 1:
+        return None
+    leaves = []
+    for column in zip(*(flattened for flattened, _ in flat), strict=True):
+        first = column[0]
+        if not isinstance(first, torch.Tensor) or first.dim() == 0 or not _are_samples(column, sizes):
+            leaves.append(column[rank])
+        elif len({part.shape[1:] for part in column}) > 1:
+            return None
+        else:
+            joined = torch.cat([part.to(first.device) for part in column])
+            leaves.append(joined[mine.to(first.device)])
+    return tree_unflatten(leaves, flat[rank][1]), order
 
 
-def _plain(leaf: Any) -> Any:
-    """A nested tensor as its values and where its samples begin."""
-    is_nested = isinstance(leaf, torch.Tensor) and leaf.layout == torch.jagged
-    return (leaf.values(), leaf.offsets()) if is_nested else leaf  # type: ignore[attr-defined]
-
-
-def _described(inputs: Any) -> str:
-    shapes = [str(list(leaf.shape)) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)]
-    return ", ".join(shapes) or "no tensors"
+def _are_samples(column: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
+    return [part.shape[:1] for part in column] == [(size,) for size in sizes]

@@ -1,8 +1,14 @@
 """Explains torch's and Python's short errors about a batch that does not fit the model or the loss.
 
 This happens only after an error, so a batch that fits costs nothing.
+
+Also here: a guard that finds ranks with different batches, among ranks that compute the same samples together.
+
+Those are the ranks that differ only along pp, cp or tp. With different batches they would train on one rank's samples
+and another rank's targets, or on halves of different samples.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorshard.comm.collectives import all_gather_into
+from tensorshard.comm.world import world
 from tensorshard.model.model_errors import describe_batch, failed_module
-from tensorshard.torch_private.pytree import tree_tensors
+from tensorshard.model.whole_sequences import is_part
+from tensorshard.plan.mesh import Mesh
+from tensorshard.torch_private.process_groups import group_device
+from tensorshard.torch_private.pytree import tree_flatten, tree_map, tree_tensors
 
+_AXES = ("pp", "cp", "tp")
+_BITS = 62  # of a digest, as an int64
 _FLOATING_TARGETS = (
     "expected scalar type Long",
     "expected target of type Long",
@@ -114,3 +127,102 @@ def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | 
 
 def _ranges(tensors: list[torch.Tensor]) -> str:
     return " and ".join(f"{int(t.min())} to {int(t.max())}" for t in tensors)
+
+
+class SameBatch:
+    """Compares the ranks' batches: their shapes before every call, their values where the shapes are new.
+
+    Comparing shapes takes one message of 24 bytes. Comparing values needs a copy to the host, and a wrong sampler shows
+    at the first batch.
+
+    Messages go over the groups' half for the CPU where there is one, so that nothing waits for a GPU.
+
+    Args:
+        mesh: where the ranks are.
+        device: of this rank.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._axes = [axis for axis in _AXES if mesh.degrees[axis] > 1]
+        self._groups = [mesh.group(axis) for axis in self._axes]
+        self._device = group_device(self._groups[0], torch.device("cpu")) if self._groups else device
+        self._compared: set[tuple[str, int]] = set()
+
+    def check(self, call: str, inputs: Any, targets: Any) -> None:
+        """A collective of the ranks that should have the same batch.
+
+        Args:
+            call: the Engine's method that was given the batch.
+
+        Raises:
+            ValueError: on all these ranks, if the batches differ in structure, shapes, types or values; or if one has a
+                nested tensor, which no axis of them cuts.
+        """
+        if self._groups and any(tensor.layout == torch.jagged for tensor in tree_tensors((inputs, targets))):
+            raise ValueError(
+                f"engine.{call} was given a nested tensor of jagged layout under {' and '.join(self._axes)}, where "
+                f"layers and messages have one shape: pad the sequences (torch.nested.to_padded_tensor) and mask what "
+                f"is added, or take a plan of data ranks alone, with zero=1 to 3"
+            )
+        if not self._groups or dist.get_backend(self._groups[0]) == "fake" or world().is_simulated:
+            return
+        shapes = batch_digest((call, inputs, targets), values=False)
+        rows = self._gathered([dist.get_rank(), shapes, int((call, shapes) not in self._compared)])
+        equal = len({row[1] for row in rows}) == 1
+        if equal and any(row[2] for row in rows):
+            rows = self._gathered([dist.get_rank(), batch_digest((inputs, targets), values=True), 0])
+            equal = len({row[1] for row in rows}) == 1
+        if not equal:
+            self._refuse(call, rows, inputs)
+        self._compared.add((call, shapes))
+
+    def _gathered(self, row: list[int]) -> list[list[int]]:
+        """Every rank's `row`."""
+        rows = torch.tensor([row], device=self._device)
+        for group in self._groups:
+            everyone = rows.new_empty((group.size() * rows.size(0), rows.size(1)))
+            all_gather_into(everyone.view(-1), rows.view(-1), group, what="the batches' shapes")
+            rows = everyone
+        return rows.tolist()
+
+    def _refuse(self, call: str, rows: list[list[int]], inputs: Any) -> None:
+        described: list[Any] = [(dist.get_rank(), _described(inputs))]
+        for group in self._groups:
+            gathered: list[Any] = [None] * group.size()
+            dist.all_gather_object(gathered, described, group=group)
+            described = [entry for entries in gathered for entry in entries]
+        inputs_of = dict(described)
+        first = rows[0]
+        other = next(row for row in rows if row[1] != first[1])
+        raise ValueError(
+            f"engine.{call} was given different batches on ranks {first[0]} and {other[0]} (inputs of "
+            f"{inputs_of[first[0]]} and {inputs_of[other[0]]}), which differ only along {' and '.join(self._axes)}: "
+            f"such ranks pass the same batch. Draw it by engine.mesh.dp_rank of engine.mesh.dp_size, as in "
+            f"DistributedSampler(dataset, num_replicas=engine.mesh.dp_size, rank=engine.mesh.dp_rank)"
+        )
+
+
+def batch_digest(batch: Any, *, values: bool) -> int:
+    """A number that is the same for equal batches; without `values`, for those of equal structure and shapes."""
+    leaves, structure = tree_flatten(tree_map(_plain, batch))
+    digest = hashlib.blake2b(str(structure).encode(), digest_size=8)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            if values and not is_part(leaf):  # ranks of a loader that cuts sequences have different parts
+                flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+                digest.update(flat.view(torch.uint8).numpy().data)
+        elif values and isinstance(leaf, bool | int | float | complex | str | bytes | None):
+            digest.update(repr(leaf).encode())
+    return int.from_bytes(digest.digest(), "big") % 2**_BITS
+
+
+def _plain(leaf: Any) -> Any:
+    """A nested tensor as its values and where its samples begin."""
+    is_nested = isinstance(leaf, torch.Tensor) and leaf.layout == torch.jagged
+    return (leaf.values(), leaf.offsets()) if is_nested else leaf  # type: ignore[attr-defined]
+
+
+def _described(inputs: Any) -> str:
+    shapes = [str(list(leaf.shape)) for leaf in tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)]
+    return ", ".join(shapes) or "no tensors"

@@ -131,11 +131,13 @@ class AbsentTensor(torch.Tensor):
     While a stage computes, code between its units may compute with it: what comes out is used on no stage.
 
     Attributes:
+        is_absent: that it has no values of its own, which code for any tensor may ask.
         plain: zeros of its shape, with one element in memory.
         computes: says whether the stage computes now.
         sentence: what the error says.
     """
 
+    is_absent = True
     plain: torch.Tensor
     computes: Callable[[], bool]
     sentence: Callable[[], str]

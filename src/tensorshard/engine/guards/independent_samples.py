@@ -1,0 +1,384 @@
+"""Asks whether what a model computes for a sample depends on the others of its batch, before the first update.
+
+Whatever cuts a batch (data ranks, micro-batches, stages of a pipeline) computes what one process does only if it does
+not. So a micro-batch of the first step is run again, in training, without gradients: as it was, and twice with copies
+of some samples in the places of others. Shapes, places and random numbers are the same in all runs. So a sample that
+has stayed gets the same result to the last bit, if nothing of the others is in it. (Where the others decide how tensors
+are grouped, as in experts, rounding may differ. Then the difference is compared with what rounding does to this model.)
+
+What comes from all data ranks is of the whole batch, and is repeated: results of ``torch.distributed`` over them, of
+``ts.gather_samples`` and of ``engine.over_whole_batch``. Batch normalizations that a plan knows take constants.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.kept_results import KeptResults
+from tensorshard.comm.world import world
+from tensorshard.common.words import is_inside
+from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.engine.engine_random import kept_random_state
+from tensorshard.engine.guards.own_collectives import models_collectives
+from tensorshard.loss.logits.deferred_logits import DeferredLogits
+from tensorshard.model.batches import batch_size, samples_joined, samples_taken
+from tensorshard.model.call_stack import users_line
+from tensorshard.model.forward_contexts import RootRole, hook_root
+from tensorshard.model.model_errors import raised_by_model
+from tensorshard.model.parameters import BufferValues
+from tensorshard.model.state_before_call import StateBeforeCalls
+from tensorshard.model.tensors import map_tensors, tensor_leaves
+from tensorshard.passes.batch_norm import constant_statistics
+from tensorshard.plan.mesh import Mesh
+from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.fake_tensors import detect_fake_mode
+from tensorshard.torch_private.modules import every_module
+from tensorshard.torch_private.pytree import tree_tensors
+
+logger = logging.getLogger("tensorshard")
+
+Rows = list[torch.Tensor | None]
+"""The tensors of a model's output that have a row for each sample; None in the places of others."""
+
+_LARGE = 1e-2  # a difference, relative to the largest element, that is no rounding
+_TIMES = 64.0  # by which a difference is larger than that of rounding
+_EPSILON = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
+_OTHERS = (
+    "Each data rank and each micro-batch has samples of its own, so the result depends on the plan. Compute it of each "
+    "sample by itself (dim=...); or of those of all data ranks, with micro_batches=1: by torch.distributed.all_reduce("
+    "value, group=engine.mesh.dp_group), ts.gather_samples, or engine.over_whole_batch; or train with one data rank "
+    "(dp_shard=1, with tp) and micro_batches=1. If the first dimension is not that of the samples, "
+    "parallelize(check_samples=False) does not look at this"
+)
+
+
+class IndependentSamples:
+    """Notes what the model is given in the first step, and runs it again before the first update.
+
+    Args:
+        sharded: laid out.
+        inside: the context in which the Engine itself runs the model.
+        run: runs the model on what was noted, and calls the function that it is given with the output, on ranks that
+            have one.
+        is_asked: whether to do this at all.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        inside: Callable[[], AbstractContextManager[None]],
+        run: Callable[[Any, Callable[[Any], None]], None],
+        is_asked: bool,
+    ) -> None:
+        self._sharded, self._plan, self._mesh, self._device = sharded, plan, mesh, device
+        self._inside, self._run_model = inside, run
+        self._given: list[Any] = []
+        self._is_cut = False  # whether the batch is known to have its samples in the first dimension
+        self._kept = KeptResults(mesh.dp_group)
+        cuts = mesh.dp_size * plan.micro_batches > 1
+        self._asks = cuts and is_asked and not world().is_simulated and dist.get_backend(mesh.dp_group) != "fake"
+        if cuts and not is_asked and mesh.rank == 0:
+            logger.info("check_samples=False: whether the model computes something of several samples is not looked at")
+        if self._asks and plan.pp == 1:
+            hook_root(sharded.model, RootRole.INDEPENDENT_SAMPLES, before=self._before, with_kwargs=True)
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._asks and model is self._sharded.model and model.training and torch.is_grad_enabled():
+            self.note((args, kwargs))  # a copy of the model has this hook, too
+
+    def note(self, given: Any) -> None:
+        """Notes a micro-batch that is about to be run."""
+        if self._asks and len(self._given) < 2 and detect_fake_mode(tensor_leaves(given)) is None:
+            self._given.append(given)
+
+    def samples_are_first(self) -> None:
+        """Says that batches are cut along the first dimension of their tensors, as steps do."""
+        self._is_cut = True
+
+    def check(self) -> None:
+        """Called before each update. A collective of all ranks before the first.
+
+        Raises:
+            RuntimeError: on every rank, if what the model computes for a sample depends on others.
+        """
+        if not self._asks:
+            return
+        self._asks = False
+        given, self._given = self._given, []
+        batch = self._batch(given)
+        if self._largest(float(batch is None)):
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._inside())
+            if self._plan.compile:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            message = self._fault(batch, 0)
+            if message is not None and not self._is_cut and not self._largest(float(_size(batch, 1) < 2)):
+                message = message if self._fault(batch, 1) is not None else None
+        if message:
+            raise RuntimeError(message)
+
+    def _largest(self, value: float) -> float:
+        """The largest that a rank says. A collective of all."""
+        said = torch.tensor([value], device=self._device)
+        all_reduce_(said, self._mesh.world_group, op=dist.ReduceOp.MAX, what="whether samples are computed alone")
+        return said.item()
+
+    def _batch(self, given: list[Any]) -> Any:
+        """A batch of two samples or more; None if there is none. A collective of all ranks.
+
+        A single sample is joined with that of the next micro-batch, or of a neighbour.
+        """
+        sizes = [_size(each, 0) for each in given]
+        if not self._largest(float(sizes[:1] == [1])):
+            return given[0] if given and sizes[0] > 1 else None
+        others = given[1:2]
+        if self._mesh.dp_size > 1:
+            everyone: list[Any] = [None] * self._mesh.dp_size
+            mine = map_tensors(lambda leaf: leaf.detach().cpu(), given[0]) if given else None
+            dist.all_gather_object(everyone, mine, group=self._mesh.dp_group)
+            others = [everyone[(self._mesh.dp_rank + 1) % self._mesh.dp_size]]
+        if sizes[:1] != [1]:
+            return given[0] if given and sizes[0] > 1 else None
+        return samples_joined(given[0], others[0]) if others else None
+
+    def _fault(self, batch: Any, dim: int) -> str | None:
+        """What is wrong with the model, the same on every rank; None if nothing is, "" if that cannot be seen. A
+        collective of all ranks."""
+        size = _size(batch, dim)
+        halves = _halves(size)
+        others = [(samples_taken(batch, size, _with_copies(size, half), dim), half) for half in halves]
+        with torch.no_grad(), constant_statistics(self._sharded.all_modules()):
+            self._kept.forget()
+            whole = self._run([batch], size, dim)
+            if not self._largest(float(any(rows is not None for rows in whole))):
+                return ""
+            trials: list[tuple[list[Any], list[Any], Sequence[int]]] = [
+                ([batch], [other], half) for other, half in others
+            ]
+            if self._plan.micro_batches > 1:
+                trials.append(([batch, batch], [others[0][0], batch], range(size)))
+            for one, other, places in trials:
+                first = whole if len(one) == 1 else self._run(one, size, dim)
+                found = self._largest(_difference(first, self._run(other, size, dim), places, size, dim))
+                if 0 < found < _LARGE:
+                    moved = self._run([batch], size, dim, rounds=True)
+                    rounded = self._largest(_difference(whole, moved, places, size, dim))
+                    found = found if found > _TIMES * rounded else 0.0
+                if found:
+                    return self._said(one, other, size, places, dim)
+        return None
+
+    def _said(self, one: list[Any], other: list[Any], size: int, places: Sequence[int], dim: int) -> str:
+        """The message, with the first operation that makes the difference."""
+        models = [self._sharded.model, *(stage.module for stage in getattr(self._sharded, "stages", ()))]
+        watch = _FirstDifference(models, size, places, dim)
+        for batches in (one, other):
+            self._run(batches, size, dim, watch=watch)
+        everyone: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(everyone, watch.found, group=self._mesh.world_group)
+        where = next(filter(None, everyone), "the model")
+        if len(other) > 1:
+            return (
+                f"{where} goes on with what its last forward has left of other samples, so that under "
+                f"micro_batches={self._plan.micro_batches} the micro-batches of a step depend on each other: set "
+                f"micro_batches=1, or give the forward what is kept of its samples"
+            )
+        return f"{where} returns for a sample what depends on the other samples of its batch. {_OTHERS}"
+
+    def _run(
+        self,
+        batches: list[Any],
+        size: int,
+        dim: int,
+        *,
+        rounds: bool = False,
+        watch: "_FirstDifference | None" = None,
+    ) -> Rows:
+        """What the model returns for the last of some batches that come one after the other; nothing if it fails."""
+        modules = self._sharded.all_modules()
+        buffers, state = BufferValues(modules), StateBeforeCalls(modules).keep([], watched=True)
+        rows: Rows = []
+
+        def read(output: Any) -> None:
+            rows[:] = [_rows(leaf, size, dim) for leaf in tensor_leaves(output)]
+
+        with ExitStack() as stack:
+            if rounds:
+                stack.enter_context(_rounding(modules))
+            if watch is not None:
+                stack.enter_context(watch)
+            try:
+                for batch in batches:
+                    if watch is not None:
+                        watch.begin()
+                    with kept_random_state(self._device), self._kept.following(), self._collectives_kept():
+                        self._run_model(batch, read)
+            except Exception as error:  # it may need gradients, or other values
+                if not raised_by_model(error):
+                    raise
+                logger.debug("whether samples are computed alone cannot be seen: %s", error)
+                rows.clear()
+            finally:
+                state.put_back()
+                buffers.restore()
+        return rows
+
+    def _collectives_kept(self) -> AbstractContextManager[None]:
+        """The context in which the model's own collectives over the data ranks give what they gave in the first run."""
+
+        def instead(name: str, call: Callable[[], Any], group: dist.ProcessGroup, results: Any) -> Any:
+            work = call()
+            if name != "barrier" and group in (self._kept.group, dist.group.WORLD):
+                work.wait()
+                self._kept.replace(tree_tensors(results))
+            return work
+
+        return models_collectives(instead)
+
+
+def _size(batch: Any, dim: int) -> int:
+    """How many samples a batch has along `dim`; 0 if its tensors do not say it."""
+    try:
+        return batch_size(batch) if dim == 0 else next(t.size(dim) for t in tree_tensors(batch) if t.dim() > dim)
+    except (ValueError, StopIteration):
+        return 0
+
+
+def _halves(size: int) -> list[list[int]]:
+    """Two parts of the samples, without a period (the sequence of Thue and Morse), so that neighbours are in both."""
+    return [[place for place in range(size) if place.bit_count() % 2 == odd] for odd in (0, 1)]
+
+
+def _with_copies(size: int, kept: Sequence[int]) -> list[int]:
+    """Which sample is in each place, where copies of those in `kept` are in the places of the others."""
+    copies = iter(range(size))
+    return [place if place in set(kept) else kept[next(copies) % len(kept)] for place in range(size)]
+
+
+def _rows(leaf: torch.Tensor, size: int, dim: int) -> torch.Tensor | None:
+    """A tensor of a model's output, if it has a row, or several, for each sample.
+
+    Logits that are not computed yet are stood for by what they are computed from.
+    """
+    if isinstance(leaf, DeferredLogits):
+        leaf = next(source for source in leaf.form.sources() if source is not None)
+    if leaf.dim() <= dim or leaf.layout != torch.strided:
+        return None
+    has_rows = leaf.size(dim) == size or (dim == 0 and leaf.size(0) % size == 0)
+    return leaf.detach().clone() if has_rows and leaf.numel() else None
+
+
+def _difference(one: Rows, other: Rows, places: Sequence[int], size: int, dim: int) -> float:
+    """How much the results of the samples in `places` differ at most, relative to the largest element."""
+    pairs = zip(one, other, strict=True) if len(one) == len(other) else ()
+    alike = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]
+    return max((_of_places(a, b, places, size, dim) for a, b in alike), default=0.0)
+
+
+def _of_places(one: torch.Tensor, other: torch.Tensor, places: Sequence[int], size: int, dim: int) -> float:
+    each = one.size(dim) // size
+    index = torch.tensor(places, device=one.device)
+    if each == 1:
+        pairs = [(one.index_select(dim, index), other.index_select(dim, index))]
+        if tuple(one.shape) == (size, size):  # scores of all samples with all
+            pairs.append((one[index][:, index], other[index][:, index]))
+    else:  # several rows of one sample may be side by side, or the samples' first rows
+        views = [(size, each), (each, size)]
+        pairs = [
+            (one.unflatten(0, view).index_select(at, index), other.unflatten(0, view).index_select(at, index))
+            for at, view in enumerate(views)
+        ]
+    return min(_relative(a, b) for a, b in pairs)
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    if torch.equal(one, other):
+        return 0.0
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    apart = (one - other).abs()
+    apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, apart).nan_to_num(1.0, 1.0)
+    largest = one.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    return (apart.max() / largest.clamp_min(torch.finfo(torch.float64).tiny)).item()
+
+
+@contextmanager
+def _rounding(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A context in which what the innermost modules return is moved by one unit in the last place, up or down."""
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(leaf: torch.Tensor) -> torch.Tensor:
+        if type(leaf) is not torch.Tensor or not leaf.is_floating_point():
+            return leaf
+        sides = torch.randint(2, leaf.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        return leaf * (1 + sides.to(leaf) * torch.finfo(leaf.dtype).eps)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(moved, output)
+
+    with ExitStack() as stack:
+        for module in modules:
+            if not any(True for _ in module.children()):
+                stack.callback(nn.Module.register_forward_hook(module, after).remove)
+        yield
+
+
+class _FirstDifference(TorchFunctionMode):
+    """Finds the first function whose results for some samples are not the same in two runs.
+
+    Attributes:
+        found: the module and the line that called it; None for none.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], size: int, places: Sequence[int], dim: int) -> None:
+        super().__init__()
+        self._names = {module: name for model in models for name, module in every_module(model).items()}
+        self._size, self._places, self._dim = size, places, dim
+        self._before: list[tuple[Any, Rows]] = []
+        self._now: list[tuple[Any, Rows]] = []
+        self.found: str | None = None
+
+    def begin(self) -> None:
+        """Called before a forward; each is compared with that before it."""
+        self._before, self._now = self._now, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        frame = sys._getframe(1)
+        caller = frame.f_globals.get("__name__", "")
+        if self.found is not None or (
+            is_inside(caller, ["tensorshard"]) and not is_inside(caller, ["tensorshard.models"])
+        ):
+            return result
+        rows = [_rows(leaf, self._size, self._dim) for leaf in tensor_leaves(result) if leaf.is_floating_point()]
+        self._now.append((func, [row if row is None else row.cpu() for row in rows]))
+        number = len(self._now) - 1
+        before = self._before[number] if number < len(self._before) else (None, [])
+        if before[0] is func and _difference(before[1], self._now[-1][1], self._places, self._size, self._dim) > 0:
+            self.found = self._described(func, frame)
+        return result
+
+    def _described(self, func: Any, frame: FrameType | None) -> str:
+        where = "the model"
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in self._names:
+                name = self._names[owner]
+                where = f"module {name!r} ({type(owner).__name__})" if name else where
+                break
+            frame = frame.f_back
+        return f"{where}, by {getattr(func, '__name__', func)} ({users_line()}),"
