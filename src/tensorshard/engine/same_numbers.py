@@ -13,8 +13,7 @@ from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.random.call_sites import ModelRandomness
-from tensorshard.random.plain_loop import samples_of
-from tensorshard.random.trial_runs import forward
+from tensorshard.random.trial_runs import forward, samples_of
 
 logger = logging.getLogger("tensorshard")
 

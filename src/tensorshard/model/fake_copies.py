@@ -173,7 +173,8 @@ def random_values(
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         statistics = tensor.is_floating_point() and name.endswith(STATISTICS)
-        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not statistics:
+        has_values = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        if not isinstance(tensor, nn.Parameter) and has_values and not statistics:
             return tensor.detach().to("cpu", dtype, copy=True)
         if not tensor.is_floating_point():
             if dtype == torch.bool and tensor.ndim > 1:

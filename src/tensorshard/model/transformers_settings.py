@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 _SWITCH = "use_cache"
+_CAPTURES = "transformers.utils.output_capturing"
 
 _MODULE = "transformers.masking_utils"
 _LOOKS = "find_packed_sequence_indices"
@@ -21,6 +22,14 @@ _Model = TypeVar("_Model")
 def is_of_transformers(module: nn.Module) -> bool:
     """Whether `module` is a model of Hugging Face's transformers, or derived from one."""
     return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
+
+
+def captures_output(hook: Any) -> bool:
+    """Whether a hook is one of those by which models of transformers collect what some of their modules return.
+
+    Code of the model computes with what was collected, as that of a decoder with the hidden states of all stages.
+    """
+    return getattr(hook, "__module__", None) == _CAPTURES
 
 
 class GenerationCache:

@@ -41,8 +41,8 @@ Draws = Mapping[Site, Sequence[tuple[int, ...]]]
 
 
 def axes_of(draws: Draws, wider: Draws, samples: tuple[int, int]) -> dict[Site, tuple[Axes | None, ...]]:
-    """The axes of each site, one for each kind of shape that it draws; None for a kind that follows neither the samples
-    nor the model.
+    """The axes of each site, for each of its draws in a forward, in their order; None for a draw that follows neither
+    the samples nor the model.
 
     Args:
         draws, wider: of runs with ``samples[0]`` and ``samples[1]`` samples.
@@ -52,8 +52,7 @@ def axes_of(draws: Draws, wider: Draws, samples: tuple[int, int]) -> dict[Site, 
         if site not in wider:  # its module was left out at random there: another block like it tells
             continue
         others = (*wider[site], *[None] * len(shapes))
-        kinds = [_axes(shape, other, samples) for shape, other in zip(shapes, others, strict=False)]
-        found[site] = tuple(dict.fromkeys(kinds))
+        found[site] = tuple(_axes(shape, other, samples) for shape, other in zip(shapes, others, strict=False))
     return found
 
 

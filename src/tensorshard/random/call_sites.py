@@ -29,7 +29,7 @@ from tensorshard.random.axes import Axes, Box, Site, box_of
 from tensorshard.random.kernels import current_source, drawing_from, repeats_in_backward, repeats_no_more
 from tensorshard.random.philox import key_of, words_of_box
 from tensorshard.random.routed_rows import Routed, Rows, find_rows, rows_of
-from tensorshard.random.trial_runs import AGAIN, LOSS, HostDraws, Run, TrialModel, signature_of
+from tensorshard.random.trial_runs import AGAIN, LOSS, HostDraws, Run, TrialModel, samples_of, signature_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
@@ -103,6 +103,7 @@ class ModelRandomness:
         self._rows: list[Rows] = []  # of the modules that run, and have or get chosen rows
         self._chosen: dict[tuple[str, int], Rows] = {}  # that modules got, by the tickets of their calls
         self.row_modules: dict[str, bool] = {}  # names of such modules, and whether they get chosen ones
+        self._draws_of: Counter[Site] = Counter()  # in this forward, so far
         self._watched: set[str] = set()
         self.drawing: set[str] = set()  # names of modules that draw
         self._loss: tuple[Run, Any] | None = None  # that is running
@@ -159,6 +160,7 @@ class ModelRandomness:
         number = self._outer.calls[""]
         self._outer.calls[""] += 1
         self._stack.append(_Call(_Place((("", number),), place.first, place.samples)))
+        self._draws_of.clear()
         depth = len(self._stack)
         try:
             with drawing_from(self), self._host_seeded(number, place.first) if self._host_draws else nullcontext():
@@ -199,7 +201,7 @@ class ModelRandomness:
     def rehearsal(self, inputs: Any) -> Iterator[None]:
         """Around a run on other tensors that draws what the forward of these inputs will draw in this step."""
         before = self._outer, self._tickets, self._drawn, self._chosen, self._stack, self.inputs
-        self._outer, self._stack = _Call(_Place((), 0, 1)), []
+        self._outer, self._stack = _Call(_Place((), 0, samples_of(inputs))), []
         self._tickets, self._drawn, self._chosen = {}, {}, {}
         self._rehearses = True
         try:
@@ -262,7 +264,8 @@ class ModelRandomness:
         self._note_host_draws(host_draws)
         here = self._sites.setdefault(signature_of(inputs), {})
         for site, kinds in found.items():
-            here[site] = tuple(dict.fromkeys((*here.get(site, ()), *kinds)))
+            known = here.get(site, ())
+            here[site] = (*known, *(each for each in kinds if each not in known)) if known else kinds
             self._alike.setdefault(_alike(site), kinds)
         self._routed.setdefault(signature_of(inputs), {}).update(routed)
         for each in routed.values():
@@ -350,6 +353,7 @@ class ModelRandomness:
             call.draws += 1
             rows, box = self._rows_drawn_for(site, shape) or (None, None)
             self._drawn[ticket] = path, site.draw, rows, box or self._box(site, shape, call.place)
+            self._draws_of[site] += 1
         path, draw, rows, box = self._drawn[ticket]
 
         def drawn(again: int) -> torch.Tensor:
@@ -488,6 +492,9 @@ class ModelRandomness:
         if self._part[1] > 1 and exact is None:  # a shorter sequence of another batch would be taken for a part of one
             here = self._sites.get(signature, {})
             kinds = next((known for other, known in here.items() if _alike(other) == _alike(site)), ())
+        # A module may be called several times, and draw other shapes each time. One may look like a part of another.
+        number = self._draws_of[site]
+        kinds = (*kinds[number : number + 1], *kinds)
         for axes in kinds:
             if axes is None:
                 continue

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tensorshard.random.call_sites import ModelRandomness
-from tensorshard.random.trial_runs import TrialModel
-from tensorshard.torch_private.pytree import tree_tensors
+from tensorshard.random.trial_runs import TrialModel, samples_of
 
 _REMEDY = "leave ts.same_randomness out, and let it draw from torch's generator"
 
@@ -84,8 +83,3 @@ def make_trial(model: nn.Module) -> TrialModel | Exception:
         return TrialModel(model)
     except Exception as error:  # code of the user's, such as a __deepcopy__
         return error
-
-
-def samples_of(inputs: Any) -> int:
-    """How many samples are in the inputs of a forward: the first dimension of its first tensor that has one."""
-    return next((tensor.size(0) for tensor in tree_tensors(inputs) if tensor.dim()), 0)

@@ -19,6 +19,7 @@ from torch import nn
 from tensorshard.model.batches import call_model
 from tensorshard.model.fake_copies import copy_with, keep_padding, make_fake_copy, make_sample, random_values
 from tensorshard.model.global_state import restored_globals
+from tensorshard.model.state_before_call import StateBeforeCalls
 from tensorshard.model.state_places import HostStates, host_random_restored, host_random_states
 from tensorshard.random.axes import Axes, Site, axes_of
 from tensorshard.random.kernels import drawing_from
@@ -164,7 +165,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         restored_globals(model),
         torch.no_grad(),
     ):
-        yield
+        state = StateBeforeCalls(model.modules()).keep([], watched=False)
+        try:
+            yield
+        finally:  # a module may have made a cache of its own, with fake tensors in it
+            state.put_back()
 
 
 def _copied(values: Callable[..., torch.Tensor], leaf: Any) -> Any:
@@ -287,3 +292,8 @@ def _shape(func: Any, args: Any, result: Any) -> tuple[int, ...]:
         return tuple(args[0].shape)
     first = result[0] if isinstance(result, tuple) else result
     return tuple(first.shape)
+
+
+def samples_of(inputs: Any) -> int:
+    """How many samples are in the inputs of a forward: the first dimension of its first tensor that has one."""
+    return next((tensor.size(0) for tensor in tree_tensors(inputs) if tensor.dim()), 0)

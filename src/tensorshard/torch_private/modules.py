@@ -291,8 +291,8 @@ def clear_forward_hooks(module: nn.Module) -> None:
     module._forward_hooks.clear()
 
 
-def clear_hooks(module: nn.Module) -> None:
-    """Removes the hooks that are called before and after forward and backward of `module`.
+def clear_hooks(module: nn.Module, kept: Callable[[Any], bool] = lambda hook: False) -> None:
+    """Removes the hooks that are called before and after forward and backward of `module`, but those to be `kept`.
 
     Why: the stand-in for a module of another stage gets other values than the hooks are for.
 
@@ -307,7 +307,8 @@ def clear_hooks(module: nn.Module) -> None:
         module._backward_pre_hooks,
     )
     for table in hooks:
-        table.clear()
+        for number in [number for number, hook in table.items() if not kept(hook)]:
+            del table[number]
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tensorshard.model.forwards import Forward, Role, wrap_forward
+from tensorshard.model.transformers_settings import captures_output
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.stage_skeleton import put_placeholders, skeleton
 from tensorshard.torch_private.modules import (
@@ -199,7 +200,7 @@ def _guard_foreign(module: nn.Module, sentence: Callable[[], str], access: Acces
         own["requires_grad_"] = partial(_requires_grad, module)
     hooked = f"{sentence().partition('. ')[0]}. A hook on it runs there: register it before parallelize, which keeps it"
     for name in _HOOKS:
-        own[name] = partial(_hook_elsewhere, access, hooked)
+        own[name] = partial(_hook_elsewhere, access, hooked, module, name)
 
 
 def _guard_lists(module: nn.Module, shown: str, access: Access, part: str) -> None:
@@ -226,14 +227,19 @@ def _refuse(message: str, /, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _hook_elsewhere(access: Access, message: str, /, *_: Any, **__: Any) -> RemovableHandle:
-    """Does nothing in the model's own forward, which registers the hook on the stage that has the module, too.
+def _hook_elsewhere(
+    access: Access, message: str, module: nn.Module, name: str, /, hook: Any, *args: Any, **kwargs: Any
+) -> RemovableHandle:
+    """Does nothing in the model's own forward, which registers the hook on the stage that has the module, too; but for
+    hooks that collect what code of the model, which runs on all stages, computes with.
 
     Raises:
         RuntimeError: it is called from elsewhere.
     """
     if not access.computes():
         raise RuntimeError(message)
+    if captures_output(hook):
+        return getattr(type(module), name)(module, hook, *args, **kwargs)
     return RemovableHandle(OrderedDict())
 
 

@@ -11,6 +11,7 @@ from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.model.tensors import TensorSpec, take_apart
+from tensorshard.model.transformers_settings import captures_output
 from tensorshard.model.whole_sequences import Crossing, WholeSequences
 from tensorshard.pipeline.cut import Cut
 from tensorshard.pipeline.run.cut_cache import CutCache
@@ -82,7 +83,7 @@ class StageModule:
         wrap_forward(self.module, Role.PIPELINE_STAGE, self._enter)
         for name in self._stubs:
             stub = self.module.get_submodule(name)
-            clear_hooks(stub)
+            clear_hooks(stub, captures_output)
             wrap_forward(stub, Role.PIPELINE_STAGE, partial(self._stub, name))
         for name, unit in self.units.items():
             if len(cuts.stages_of[name]) > 1:

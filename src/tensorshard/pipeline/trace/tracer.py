@@ -25,7 +25,7 @@ from tensorshard.pipeline.trace.unit_sources import UnitSources, WithoutDerivati
 from tensorshard.random.call_sites import ModelRandomness
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
-from tensorshard.torch_private.fake_tensors import NEEDS_VALUES
+from tensorshard.torch_private.fake_tensors import NEEDS_VALUES, grouped_products_of_any_dtype
 from tensorshard.torch_private.modules import DropoutBase, NormBase, every_module, has_backward_hooks, own_parameters
 from tensorshard.torch_private.process_groups import alone_in_the_world
 
@@ -158,6 +158,7 @@ class Tracer:
             torch.random.fork_rng(devices=devices),
             host_random_restored(),
             restored_globals(self._copy),
+            grouped_products_of_any_dtype(),
             nullcontext() if self.numbers is None else self.numbers.rehearsal(inputs),
             self._recorded(samples) as recording,
             sample_loops(recording.sources.loop),
