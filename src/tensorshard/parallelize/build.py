@@ -442,10 +442,16 @@ def _randomness_of(
     part = mesh.index("tp"), mesh.degrees["tp"]
     # Under cp, tensor-parallel ranks share each rank's positions, not those of the whole sequence.
     table = getattr(sharded.split, "table", None)
-    sequences = table.sequence.values() if table is not None and mesh.degrees["cp"] > 1 else ()
-    undivided = {(split.ndim, split.dim) for split in sequences}
+    sequences = [] if table is None else list(table.sequence.values())
     numbers = ModelRandomness(
-        lambda: random.seed, trial, modules, remedy=REMEDY, part=part, compiled=compiled, undivided=undivided
+        lambda: random.seed,
+        trial,
+        modules,
+        remedy=REMEDY,
+        part=part,
+        compiled=compiled,
+        undivided={(split.ndim, split.dim) for split in sequences} if mesh.degrees["cp"] > 1 else (),
+        sequences={split.dim for split in sequences},
     )
     for stage in stages[:1]:
         stage.take_numbers(numbers)

@@ -92,6 +92,7 @@ def box_of(
     samples: int,
     part: tuple[int, int] = (0, 1),
     undivided: Container[tuple[int, int]] = (),
+    sequences: Container[int] = (),
 ) -> Box | None:
     """Where a tensor of `shape` is in the whole of `axes`; None if it is no part of it.
 
@@ -100,6 +101,7 @@ def box_of(
         part: this rank's place among those that share the samples, and their number. What is smaller than the whole is
             cut over them, as torch.chunk cuts.
         undivided: (number of dimensions, dimension) of what is cut in another way.
+        sequences: dimensions of sequences that are cut. Where they are those of samples, too, no sample is cut.
     """
     if len(shape) != len(axes.sizes):
         return None
@@ -108,6 +110,12 @@ def box_of(
     size: list[int] = []
     for place, (n, every) in enumerate(zip(shape, axes.sizes, strict=True)):
         mine = n
+        if (
+            place == axes.samples and place in sequences and (every == 1 or n % samples)
+        ):  # perhaps whole samples are cut
+            begin, end = _chunk(samples * every, part)
+            if n == end - begin and begin % every == n % every == 0:
+                first, samples = first + begin // every, n // every
         if place == axes.samples:
             if not samples or n % samples:
                 return None
@@ -115,10 +123,9 @@ def box_of(
         if mine == every:
             begin = 0
         else:
-            rank, ranks = part
-            step = -(-every // ranks)
-            begin = min(every, step * rank)
-            if ranks == 1 or (len(shape), place) in undivided or mine != min(every, begin + step) - begin:
+            begin, end = _chunk(every, part)
+            in_another_way = (len(shape), place) in undivided or (place == axes.samples and place in sequences)
+            if part[1] == 1 or in_another_way or mine != end - begin:
                 return None
         whole.append(every)
         offset.append(begin)
@@ -126,3 +133,10 @@ def box_of(
     if axes.samples is None:
         return Box((1, *whole), (0, *offset), (1, *size), None)
     return Box((samples, *whole), (first, *offset), (samples, *size), axes.samples)
+
+
+def _chunk(size: int, part: tuple[int, int]) -> tuple[int, int]:
+    """Where the part of a rank begins and ends, of `size` elements that are cut over ranks."""
+    rank, ranks = part
+    step = -(-size // ranks)
+    return min(size, step * rank), min(size, step * (rank + 1))

@@ -70,7 +70,7 @@ class ModelRandomness:
         remedy: what to do where numbers cannot be drawn, for errors.
         part: this rank's place among those that share its samples, and their number.
         compiled: names of blocks whose code ``torch.compile`` replaces.
-        undivided: as for :func:`tensorshard.random.axes.box_of`.
+        undivided, sequences: as for :func:`tensorshard.random.axes.box_of`.
     """
 
     def __init__(
@@ -83,8 +83,9 @@ class ModelRandomness:
         part: tuple[int, int] = (0, 1),
         compiled: Collection[str] = (),
         undivided: Collection[tuple[int, int]] = (),
+        sequences: Collection[int] = (),
     ) -> None:
-        self._compiled, self._undivided = compiled, undivided
+        self._compiled, self._undivided, self._sequences = compiled, undivided, sequences
         self._seed, self._trial, self._part, self._remedy = seed, trial, part, remedy
         self._modules: dict[str, list[nn.Module]] = {}
         for name, module in named_modules:
@@ -507,6 +508,7 @@ class ModelRandomness:
                 samples=place.samples,
                 part=self._part,
                 undivided=self._undivided,
+                sequences=self._sequences,
             )
             if box is not None:
                 return box

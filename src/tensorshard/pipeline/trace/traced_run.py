@@ -51,6 +51,7 @@ class TracedRun:
     Attributes:
         calls: calls of units that have ended.
         nested: units that others called as a part of themselves.
+        outside: modules that ran outside of units.
         stateful: units that changed their buffers.
         impure: modules outside of units whose own code made random numbers or changed a buffer.
         unsplittable_backward: as in :class:`tensorshard.pipeline.trace.call_graph.CallGraph`.
@@ -71,6 +72,7 @@ class TracedRun:
         self._copy, self.sources, self._fake, self._device = fake_copy, sources, fake, device
         self.calls: list[UnitCall] = []
         self.nested: set[str] = set()
+        self.outside: set[str] = set()
         self.stateful: set[str] = set()
         self.impure: set[str] = set()
         self.unsplittable_backward = False
@@ -224,6 +226,7 @@ class TracedRun:
         """The forward of the module `name` begins."""
         if self.sources.call is None:
             self._inside.append(name)
+            self.outside.add(name)
             self.sources.impure = False
 
     def leave(self, may_repeat: Callable[[str], bool]) -> None:

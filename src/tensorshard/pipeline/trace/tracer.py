@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from tensorshard.common.sampled_loops import sample_loops
+from tensorshard.common.words import is_inside
 from tensorshard.model.batches import call_model
 from tensorshard.model.blocks import find_blocks, named_parts, select_modules
 from tensorshard.model.fake_copies import make_fake_copy, make_sample
@@ -148,6 +149,22 @@ class Tracer:
         """
         return self._run(inputs)[0]
 
+    def _check_draws(self, apart: Iterable[str]) -> None:
+        """Refuses random numbers of modules that run both inside of a unit and by themselves. These calls may be on
+        several stages, and the numbers depend on how many came before.
+
+        Raises:
+            UncuttableError: there is such a unit.
+        """
+        drawing = () if self.numbers is None else self.numbers.drawing
+        for name in sorted(apart):
+            if any(is_inside(module, [name]) for module in drawing):
+                raise UncuttableError(
+                    f"{name!r} draws random numbers, and runs both inside of a unit and by itself, perhaps on "
+                    f"different stages, where its calls cannot be counted: set random='by_rank', or name a module "
+                    f"around all of its calls as a unit (pp_units)"
+                )
+
     def _run(self, inputs: Any) -> tuple[CallGraph, set[str]]:
         """One run: its graph, and the modules that must not run twice but are not units."""
         devices = [self.device] if self.device.type == "cuda" else []
@@ -176,6 +193,8 @@ class Tracer:
                 f"{type(self._copy).__name__} called none of its {len(self.unit_names)} units as modules; a stage runs "
                 f"those that are called as module(...), not by other methods, nor by their weights alone"
             )
+        by_themselves = recording.outside.difference(self.unit_names)
+        self._check_draws({*recording.nested, *(name for name in by_themselves if is_inside(name, self.unit_names))})
         for buffer, from_units in sources.written_buffers.items():
             if from_units:
                 raise UncuttableError(
