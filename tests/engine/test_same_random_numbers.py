@@ -48,7 +48,8 @@ class _Block(nn.Module):
         p = self.attention_dropout if self.training else 0.0
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
         x = x + self.residual(self.o(attended.transpose(1, 2).flatten(2)))
-        return x + self.residual(self.down(self.inner(nn.functional.gelu(self.up(self.norm2(x))))))
+        h = self.inner(nn.functional.gelu(self.up(self.norm2(x))))  # as wide on each of two ranks as the block's output
+        return x + self.inner(self.down(h))
 
 
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import parity
 import seeds
+import tensorshard as ts
 from engines import ADAMW, engine_of, own_shard
 from toys import data, squares
 
@@ -21,7 +23,7 @@ class Coupled(nn.Module):
         self.register_buffer("calls", torch.tensor(0))
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.register_buffer("ranks", torch.full((16,), float(rank)))
-        self.count = 0
+        self.count, self.last = 0, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -36,6 +38,25 @@ class Coupled(nn.Module):
             return x / x.detach().abs().amax((0, 1))
         if self.way == "var":
             return x / (1 + x.var(dim=(0, 1)))
+        if self.way == "training":
+            return x - x.mean(0) if self.training else x
+        if self.way == "flipped":
+            return x + 0.1 * x.flip(0)
+        if self.way == "attends":
+            return x + 0.1 * (x @ x.t()).softmax(-1) @ x
+        if self.way == "earlier":
+            return x.cumsum(0)
+        if self.way == "repeated":
+            return x.repeat(2, 1).view(-1, 2, 16).mean(1)
+        if self.way == "slightly":
+            return x * (1 + 2e-5 * x.detach().max())
+        if self.way == "batch norm":
+            return F.batch_norm(x, None, None, training=True)
+        if self.way == "left":
+            self.last, last = x.detach(), self.last
+            return x if last is None or len(last) != len(x) else x + 0.1 * last
+        if self.way == "counted":
+            return x * (1 + 0.1 * self.count)
         if self.way == "of all ranks":
             largest = x.detach().abs().max()
             if dist.is_initialized() and self.group is not None:
@@ -66,7 +87,7 @@ class Net(nn.Module):
 
 def _run(way: str, fields: dict[str, Any], own_loop: bool = False) -> tuple[str, dict[str, Any]]:
     engine = engine_of(Net(way), **fields)
-    coupled = engine.model.coupled
+    coupled = engine.model.coupled if fields.get("pp", 1) == 1 else Coupled(way)
     coupled.group = engine.mesh.dp_group
     for step in range(3):
         x, y = own_shard(engine, *data(step))
@@ -103,6 +124,51 @@ def test_what_depends_on_the_batch_is_refused(ranks, way, fields):
     for message, _ in ranks(2, _run, way, fields):
         assert "module 'coupled' (Coupled), by" in message
         assert "test_independent_samples.py:" in message
+
+
+@pytest.mark.parametrize("fields", [dict(zero=3), dict(pp=2, micro_batches=2)], ids=str)
+@pytest.mark.parametrize(
+    "way", ["training", "flipped", "attends", "earlier", "repeated", "slightly", "batch norm"], ids=str
+)
+def test_every_way_that_a_sample_can_depend_on_others_is_seen(ranks, way, fields):
+    for message, _ in ranks(2, _run, way, fields):
+        assert "module 'coupled' (Coupled), by" in message
+
+
+def test_what_a_forward_leaves_for_the_next_micro_batch_is_refused(ranks):
+    for fields in (dict(micro_batches=2), dict(pp=2, micro_batches=2)):
+        world_size = 2 if "pp" in fields else 1
+        assert all(
+            "goes on with what its last forward has left" in said for said, _ in ranks(world_size, _run, "left", fields)
+        )
+        assert ranks(world_size, _run, "counted", fields)[0][0] == ""
+    assert ranks(2, _run, "left", dict(zero=1))[0][0] == ""  # each rank goes on with its own samples
+
+
+def test_a_single_sample_a_rank_is_joined_with_a_neighbours(ranks):
+    for message, _ in ranks(4, _run, "max", dict(zero=1, micro_batches=2)):
+        assert "module 'coupled' (Coupled), by" in message
+
+
+def _unasked() -> float:
+    engine = ts.parallelize(Net("max"), ts.Plan(zero=1), optimizer=ADAMW, loss_fn=squares, check_samples=False)
+    return engine.step(*own_shard(engine, *data(0))).item()
+
+
+def test_it_need_not_be_asked(ranks):
+    assert len({*ranks(2, _unasked)}) == 1
+
+
+def _hooked() -> list[int]:
+    engine, seen = engine_of(Net("none"), zero=3), []
+    engine.model.inlet.register_forward_hook(lambda *_: seen.append(1))
+    for step in range(2):
+        engine.step(*own_shard(engine, *data(step)))
+    return seen
+
+
+def test_hooks_count_the_steps_forwards_alone(ranks):
+    assert ranks(2, _hooked) == [[1, 1]] * 2
 
 
 def test_every_rank_of_other_plans_refuses_it(ranks):

@@ -50,7 +50,7 @@ Rows = list[torch.Tensor | None]
 """The tensors of a model's output that have a row for each sample; None in the places of others."""
 
 _LARGE = 1e-2  # a difference, relative to the largest element, that is no rounding
-_TIMES = 64.0  # by which a difference is larger than that of rounding
+_TIMES = 16.0  # by which a difference is larger than that of rounding
 _EPSILON = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
 _OTHERS = (
     "Each data rank and each micro-batch has samples of its own, so the result depends on the plan. Compute it of each "
@@ -259,8 +259,10 @@ def _size(batch: Any, dim: int) -> int:
 
 
 def _halves(size: int) -> list[list[int]]:
-    """Two parts of the samples, without a period (the sequence of Thue and Morse), so that neighbours are in both."""
-    return [[place for place in range(size) if place.bit_count() % 2 == odd] for odd in (0, 1)]
+    """Two parts of the samples, so that neighbours at any distance are in both, and so are the first and the last: the
+    sequence of Thue and Morse, which has no period, but for its end."""
+    side = [place.bit_count() % 2 for place in range(size - 1)] + [1]
+    return [[place for place in range(size) if side[place] == part] for part in (0, 1)]
 
 
 def _with_copies(size: int, kept: Sequence[int]) -> list[int]:
