@@ -27,6 +27,10 @@ class KeptResults:
         """Forgets what was noted. The next forward is noted anew."""
         self._kept, self._next = [], None
 
+    def any(self) -> bool:
+        """Whether the forward that was noted had results of collectives."""
+        return bool(self._kept)
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """Around a forward: the results of the first one are noted. Later ones get these, in their order."""

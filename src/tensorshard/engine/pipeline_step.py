@@ -177,9 +177,9 @@ class PipelineStepRunner(StepRunner):
             return torch.zeros(())
 
         self._sharded.follow_modes()
-        self._outputs([(given, None)], note)
+        self._outputs([(given, None)], note, first=0)
 
-    def _outputs(self, parts: list[tuple[Any, Any]], read: Read | None) -> list[Any]:
+    def _outputs(self, parts: list[tuple[Any, Any]], read: Read | None, first: int | None = None) -> list[Any]:
         """The model's output for each part, or what `read` makes of it, on the rank of the last stage."""
         outputs: dict[int, Any] = {}
 
@@ -193,7 +193,7 @@ class PipelineStepRunner(StepRunner):
                 outputs[index] = widen_output(self._sharded.sequences.whole(result))
 
         if self.numbers is not None:
-            self.numbers.begin([part for part, _ in parts], [True] * len(parts))
+            self.numbers.begin([part for part, _ in parts], [True] * len(parts), first)
         with nullcontext() if read is None else self._sharded.outputs_for_loss():
             self._forward_runner.forward([part for part, _ in parts], consume, hand_over=True)
         return [outputs[index] for index in sorted(outputs)]

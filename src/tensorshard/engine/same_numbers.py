@@ -60,17 +60,18 @@ class SameNumbers:
         finally:
             self._placed, self._counted = False, []
 
-    def begin(self, parts: Sequence[Any], own: Sequence[bool]) -> None:
+    def begin(self, parts: Sequence[Any], own: Sequence[bool], first: int | None = None) -> None:
         """Called before the micro-batches of a step or an evaluation. A collective of the data ranks.
 
         Args:
             parts: the inputs of each. own: whether it has samples of this rank, and not one that stands in.
+            first: how many samples of the whole batch come before them, if that is known.
         """
         self._parts = parts
         self._sizes = [samples_of(part) for part in parts]
         counted = [size if is_own else 0 for size, is_own in zip(self._sizes, own, strict=True)]
-        self._counted, self._first_of_rank = counted, None
-        if self._randomness.may_draw:
+        self._counted, self._first_of_rank = counted, first
+        if first is None and self._randomness.may_draw:
             self._find_first()
 
     def _find_first(self) -> int:

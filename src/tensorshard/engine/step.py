@@ -121,7 +121,8 @@ class StepRunner(ABC):
 
     @abstractmethod
     def run(self, given: Any, read: Callable[[Any], None]) -> None:
-        """Runs the model on one micro-batch, and calls `read` with its output, on the ranks that have it.
+        """Runs the model on one micro-batch, as the first of the whole batch, and calls `read` with its output, on the
+        ranks that have it.
 
         Args:
             given: the positional and keyword arguments of the model's call; of a pipeline, the inputs.
@@ -251,7 +252,7 @@ class WholeModelStepRunner(StepRunner):
     def run(self, given: Any, read: Callable[[Any], None]) -> None:
         args, kwargs = given
         if self.numbers is not None:
-            self.numbers.begin([given], [True])
+            self.numbers.begin([given], [True], first=0)
             self.numbers.place(0)
         context = autocast(self._plan.precision, self._device)
         with self._sharded.outputs_for_loss(), self._sharded.sequences.active(), context:

@@ -173,6 +173,17 @@ class BufferValues:
         """The places of each buffer that was written to or replaced since."""
         return [kept.places for kept in self._kept if kept.is_changed()]
 
+    def hold_other_numbers(self) -> bool:
+        """Whether there is another buffer in the place of one, or one of a floating-point type has other values now."""
+        for kept in self._kept:
+            buffer = buffer_at(*kept.places[0])
+            if buffer is not kept.buffer:
+                return True
+            counts = buffer is not None and buffer.is_floating_point() and kept.is_changed()
+            if counts and (kept.values is None or not torch.equal(buffer, kept.values)):
+                return True
+        return False
+
     def forget_unchanged(self) -> None:
         """Drops the copies of buffers that have not changed."""
         self._kept = [kept for kept in self._kept if kept.is_changed()]

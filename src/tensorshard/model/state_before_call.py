@@ -117,6 +117,15 @@ class StateBeforeCall:
             self._known.draws.update(name for name, place in self._numbers.items() if not place.is_same())
             self._numbers = {name: place for name, place in self._numbers.items() if name in self._known.draws}
 
+    def left_tensors(self) -> bool:
+        """Whether there are tensors now where there were others, or something else, before the call."""
+        changed = (place for part in self._reached for place in part.places if not place.is_same())
+        return any(tensor_version(tensor) != version for tensor, version, *_ in self._tensors) or any(
+            isinstance(value, torch.Tensor) and all(value is not other for other in place.values)
+            for place in changed
+            for value in place.now().values
+        )
+
     def put_back(self) -> Callable[[], None]:
         """Gives everything the state before the call. Returns a function that undoes this, and what is done then.
 

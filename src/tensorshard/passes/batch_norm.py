@@ -3,13 +3,10 @@
 A module's own forward runs. While it does, the function ``batch_norm`` that it calls takes its statistics from the
 samples of all data ranks. The formulas are those of Ioffe & Szegedy 2015. Statistics take two passes (mean, then the
 squared distance from it), because one pass cancels badly in fp32.
-
-Also here: which batch normalizations can be synchronized exactly: their calls of ``batch_norm``, seen on a few samples.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,13 +20,10 @@ from torch.overrides import TorchFunctionMode
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.common.words import kind_of
-from tensorshard.model.fake_copies import copy_with, random_values
 from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
 from tensorshard.model.parameters import keeps_statistics
 from tensorshard.model.tensors import tensor_leaves
-from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
-from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_input, clear_forward_hooks, own_buffers
-from tensorshard.torch_private.tensors import tensor_version
+from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_input
 
 _COUNTS = "_tensorshard_counts_samples"
 """Of each synchronized module: whether its inputs have a part in the statistics; None where these are constants."""
@@ -37,9 +31,6 @@ _COUNTS = "_tensorshard_counts_samples"
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """These normalize each sample by itself."""
-
-_SAMPLES, _FEWER = 4, 2
-_SIZES: tuple[tuple[int, ...], ...] = ((), (3,), (3, 3), (3, 3, 3))  # of the dimensions after samples and channels
 
 
 def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> None:
@@ -50,11 +41,11 @@ def synchronize_batch_norm(modules: Mapping[str, nn.Module], group: dist.Process
             (:func:`tensorshard.passes.batch_norm.check_batch_norms`).
         group: the data ranks; None for one alone.
     """
-    for name, module in modules.items():
+    for module in modules.values():
         if runs_forward_of(module, nn.SyncBatchNorm):
             # nn.SyncBatchNorm's own forward synchronizes over the whole world, and only on GPUs.
             replace_forward(module, Role.LOCAL_STATISTICS, MethodType(BatchNormBase.forward, module))
-        around = None if group is None else _synchronization(name, module, group)
+        around = None if group is None else _synchronization(module, group)
         if around is not None:
             setattr(module, _COUNTS, True)
             wrap_forward(module, Role.SYNCHRONIZED_STATISTICS, around)
@@ -105,7 +96,7 @@ def _counting(modules: Iterable[nn.Module], counts: bool | None) -> Iterator[Non
             setattr(module, _COUNTS, True)
 
 
-def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> Forward | None:
+def _synchronization(module: nn.Module, group: dist.ProcessGroup) -> Forward | None:
     """The context for the forward of `module`; None if it needs none."""
     if isinstance(module, INSTANCE_NORMS):
         return partial(_averaged, module, group) if module.track_running_stats else None
@@ -113,10 +104,7 @@ def _synchronization(name: str, module: nn.Module, group: dist.ProcessGroup) -> 
         return partial(_plain, module, group)
     if not keeps_statistics(module) and not isinstance(module, BatchNormBase):
         return None
-    seen = examine(module)
-    if seen is not None and not seen.calls_batch_norm:  # frozen statistics, say
-        return None
-    return partial(_synchronized, name, module, group)
+    return partial(_synchronized, module, group)
 
 
 def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /, input: torch.Tensor) -> torch.Tensor:
@@ -140,23 +128,10 @@ def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /,
 
 
 @never_compiled
-def _synchronized(
-    name: str, module: nn.Module, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any
-) -> Any:
+def _synchronized(module: nn.Module, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a subclass, whose calls of ``batch_norm`` see the samples of all ranks."""
-    before = _running(module)
-    with BatchNormCalls(partial(global_batch_norm, group=group, counts=getattr(module, _COUNTS))) as calls:
-        output = forward(*args, **kwargs)
-    if module.training and not calls.count and (isinstance(module, BatchNormBase) or _running(module) != before):
-        raise ValueError(by_hand(name, module))
-    return output
-
-
-def _running(module: nn.Module) -> list[tuple[int, int]]:
-    buffers = own_buffers(module)
-    return [
-        (id(buffers[key]), tensor_version(buffers[key])) for key in ("running_mean", "running_var") if key in buffers
-    ]
+    with BatchNormCalls(partial(global_batch_norm, group=group, counts=getattr(module, _COUNTS))):
+        return forward(*args, **kwargs)
 
 
 @never_compiled
@@ -281,21 +256,8 @@ def _as_channels(values: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     return values.view([1, -1] + [1] * (input.dim() - 2))
 
 
-@dataclass(frozen=True)
-class Examined:
-    """What a module does in a training forward.
-
-    Args:
-        calls_batch_norm: whether it calls torch's function, whose statistics can be taken over all ranks.
-        samples_alone: whether a sample's output, apart from those calls, depends on that sample alone.
-    """
-
-    calls_batch_norm: bool
-    samples_alone: bool
-
-
 def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
-    """Refuses normalizations whose statistics could not be those of the whole batch.
+    """Refuses normalizations that would synchronize by themselves, over other ranks than those that share the batch.
 
     Args:
         model: built, or on the meta device.
@@ -303,8 +265,7 @@ def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
         data_ranks: the ranks over which a batch is divided.
 
     Raises:
-        ValueError: a module that computes batch statistics by itself, or a subclass of ``nn.SyncBatchNorm`` that has a
-            forward of its own.
+        ValueError: a subclass of ``nn.SyncBatchNorm`` that has a forward of its own.
     """
     for name, module in model.named_modules():
         if runs_forward_of(module, BatchNormBase, nn.SyncBatchNorm) or isinstance(module, INSTANCE_NORMS):
@@ -315,65 +276,6 @@ def check_batch_norms(model: nn.Module, *, ranks: int, data_ranks: int) -> None:
                 f"would synchronize over all {ranks} ranks by itself, and not over the plan's {data_ranks} data ranks; "
                 f"derive it from nn.BatchNorm1d, 2d or 3d, which a plan synchronizes"
             )
-        if data_ranks > 1 and (isinstance(module, BatchNormBase) or keeps_statistics(module)):
-            examined = examine(module)
-            if examined is not None and not examined.samples_alone:
-                raise ValueError(by_hand(name, module))
-
-
-def by_hand(name: str, module: nn.Module) -> str:
-    """The message about a module whose statistics cannot be synchronized."""
-    return (
-        f"module {name!r} ({type(module).__name__}) computes statistics of its batch in a way of its own, so that each "
-        f"data rank would normalize by its own samples alone; let its forward call torch.nn.functional.batch_norm or "
-        f"super().forward, which are synchronized over the data ranks, or train with one data rank"
-    )
-
-
-def examine(module: nn.Module) -> Examined | None:
-    """Runs a copy of `module`, with random weights, on a batch of small samples and on its first samples alone.
-
-    During these runs, calls of ``batch_norm`` normalize by constants.
-
-    Returns:
-        None if it does not run on one tensor [samples, channels, ...].
-    """
-    channels = getattr(module, "num_features", None)
-    if not isinstance(channels, int):
-        channels = next((buffer.numel() for buffer in own_buffers(module).values() if buffer.dim() > 0), 1)
-    broadcast: list[Examined] = []  # on inputs of fewer dimensions than it is made for, perhaps
-    for size in _SIZES:
-        shape = (_SAMPLES, channels, *size)
-        try:
-            with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                examined, keeps_shape = _examine(module, shape)
-        except Exception:  # a module may raise anything on inputs that it was not made for
-            continue
-        if keeps_shape:
-            return examined
-        broadcast.append(examined)
-    return broadcast[0] if broadcast else None
-
-
-def _examine(module: nn.Module, shape: tuple[int, ...]) -> tuple[Examined, bool]:
-    """What it does with an input of `shape`, and whether its output has that shape."""
-    generator = torch.Generator().manual_seed(0)
-    copied = copy_with(module, random_values(generator))
-    copied.eval()
-    copied.training = True  # not its submodules: dropout would draw, and norms are examined by themselves
-    for inner in copied.modules():
-        clear_forward_hooks(inner)
-    input = torch.randn(shape, generator=generator)
-    start = [buffer.clone() for buffer in copied.buffers()]
-    runs = []
-    with BatchNormCalls(_constants) as calls:
-        for count in (_SAMPLES, _FEWER):
-            with _unchanged_after(copied, start) as buffers:
-                outputs = tensor_leaves(copied.forward(input[:count].clone()))
-                runs.append(([output[:_FEWER] for output in outputs], [b.clone() for b in buffers]))
-                keeps_shape = all(output.shape == (count, *shape[1:]) for output in outputs)
-    examined = Examined(calls.count > 0, _same(runs[0][0], runs[1][0]) and _same(runs[0][1], runs[1][1]))
-    return examined, keeps_shape
 
 
 def _constants(
@@ -385,38 +287,17 @@ def _constants(
     )
 
 
-@contextmanager
-def _unchanged_after(module: nn.Module, values: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """A context after which the buffers of `module` have their values again."""
-    buffers = list(module.buffers())
-    try:
-        yield buffers
-    finally:
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
-
-
-def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 class BatchNormCalls(TorchFunctionMode):
     """A context in which `batch_norm` takes the place of torch's function in each call that uses batch statistics.
 
     Args:
         batch_norm: takes ``(input, running_mean, running_var, weight, bias, momentum, eps)``.
 
-    Attributes:
-        count: calls of torch's function so far, of either kind.
     """
 
     def __init__(self, batch_norm: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self._batch_norm = batch_norm
-        self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -439,7 +320,6 @@ class BatchNormCalls(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
-        self.count += 1
         if training:
             return self._batch_norm(input, running_mean, running_var, weight, bias, momentum, eps)
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)

@@ -50,6 +50,11 @@ class Coupled(nn.Module):
             return x.repeat(2, 1).view(-1, 2, 16).mean(1)
         if self.way == "slightly":
             return x * (1 + 2e-5 * x.detach().max())
+        if self.way == "halves":
+            first, second = x.chunk(2)
+            return torch.cat([first * 2, second])
+        if self.way == "divided":
+            return x / len(x)
         if self.way == "batch norm":
             return F.batch_norm(x, None, None, training=True)
         if self.way == "left":
@@ -128,7 +133,8 @@ def test_what_depends_on_the_batch_is_refused(ranks, way, fields):
 
 @pytest.mark.parametrize("fields", [dict(zero=3), dict(pp=2, micro_batches=2)], ids=str)
 @pytest.mark.parametrize(
-    "way", ["training", "flipped", "attends", "earlier", "repeated", "slightly", "batch norm"], ids=str
+    "way",
+    ["training", "flipped", "attends", "earlier", "repeated", "slightly", "batch norm", "halves", "divided"],
 )
 def test_every_way_that_a_sample_can_depend_on_others_is_seen(ranks, way, fields):
     for message, _ in ranks(2, _run, way, fields):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.model.parameters import keeps_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -39,14 +38,10 @@ class BatchBuffers:
         self._sharded = sharded
         self._mesh = mesh
         self._device = device
-        self._names = self._compared() if mesh.dp_size > 1 else []
+        self._names = list(sharded.persistent_buffers()) if mesh.dp_size > 1 else []
         self._laid_out = self._versions()
         self._values = self._checksums()
         self._before_stand_ins: dict[str, tuple[int, int]] | None = None
-
-    def _compared(self) -> list[str]:
-        statistics = {path for path, module in self._sharded.structure.named_modules() if keeps_statistics(module)}
-        return [name for name in self._sharded.persistent_buffers() if name.rpartition(".")[0] not in statistics]
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         if not self._names:

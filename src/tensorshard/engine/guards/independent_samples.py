@@ -5,6 +5,7 @@ not. So a micro-batch of the first step is run again, in training, without gradi
 of some samples in the places of others. Shapes, places and random numbers are the same in all runs. So a sample that
 has stayed gets the same result to the last bit, if nothing of the others is in it. (Where the others decide how tensors
 are grouped, as in experts, rounding may differ. Then the difference is compared with what rounding does to this model.)
+The first samples by themselves tell whether their number and places matter.
 
 What comes from all data ranks is of the whole batch, and is repeated: results of ``torch.distributed`` over them, of
 ``ts.gather_samples`` and of ``engine.over_whole_batch``. Batch normalizations that a plan knows take constants.
@@ -13,9 +14,10 @@ What comes from all data ranks is of the whole batch, and is repeated: results o
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,18 +48,54 @@ from tensorshard.torch_private.pytree import tree_tensors
 
 logger = logging.getLogger("tensorshard")
 
-Rows = list[torch.Tensor | None]
-"""The tensors of a model's output that have a row for each sample; None in the places of others."""
 
+class _Rows(NamedTuple):
+    """A tensor that has a row, or several, for each sample.
+
+    Args:
+        tensor: of any shape, the samples along `dim`, perhaps merged with the dimension before or after them.
+    """
+
+    tensor: torch.Tensor
+    samples: int
+    dim: int
+
+    def of(self, places: Sequence[int]) -> list[torch.Tensor]:
+        """The rows of the samples in `places`, for each of the ways in which they may lie."""
+        index = torch.tensor(places, device=self.tensor.device)
+        each = self.tensor.size(self.dim) // self.samples
+        if each == 1:
+            rows = self.tensor.index_select(self.dim, index)
+            is_square = tuple(self.tensor.shape) == (self.samples, self.samples)  # scores of all samples with all
+            return [rows, rows.index_select(1, index)] if is_square else [rows]
+        views = ((self.samples, each), (each, self.samples))
+        return [self.tensor.unflatten(0, view).index_select(dim, index) for dim, view in enumerate(views)]
+
+
+Rows = list[_Rows | None]
+"""The tensors of a model's output that have rows for the samples; None in the places of others."""
+
+_MODES = "tensorshard.passes.batch_norm"  # in which functions of a normalization's own forward are called
 _LARGE = 1e-2  # a difference, relative to the largest element, that is no rounding
 _TIMES = 16.0  # by which a difference is larger than that of rounding
-_EPSILON = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
+_SHAPES, _SHAPES_IN_16_BITS = 1e-4, 0.2  # what rounding may do where products have other shapes
 _OTHERS = (
-    "Each data rank and each micro-batch has samples of its own, so the result depends on the plan. Compute it of each "
-    "sample by itself (dim=...); or of those of all data ranks, with micro_batches=1: by torch.distributed.all_reduce("
-    "value, group=engine.mesh.dp_group), ts.gather_samples, or engine.over_whole_batch; or train with one data rank "
-    "(dp_shard=1, with tp) and micro_batches=1. If the first dimension is not that of the samples, "
-    "parallelize(check_samples=False) does not look at this"
+    " returns for a sample what depends on the other samples of its batch. Each data rank and each micro-batch has "
+    "samples of its own, so the result depends on the plan. Compute it of each sample by itself (dim=...); or of those "
+    "of all data ranks, with micro_batches=1: by torch.distributed.all_reduce(value, group=engine.mesh.dp_group), "
+    "ts.gather_samples, or engine.over_whole_batch; or train with one data rank (dp_shard=1, with tp) and "
+    "micro_batches=1. If the first dimension is not that of the samples, parallelize(check_samples=False) does not "
+    "look at this"
+)
+_FEWER = (
+    " returns something else for the same samples when there are fewer in the batch, as where it cuts the batch or "
+    "divides by its size. Each data rank and each micro-batch has a part of the batch, so the result depends on the "
+    "plan: compute each sample by itself, or train with one data rank (dp_shard=1, with tp) and micro_batches=1. If "
+    "the first dimension is not that of the samples, parallelize(check_samples=False) does not look at this"
+)
+_LEFT = (
+    " goes on with what its last forward has left of other samples, so that the micro-batches of a step depend on each "
+    "other: set micro_batches=1, or give the forward what is kept of its samples"
 )
 
 
@@ -88,6 +126,7 @@ class IndependentSamples:
         self._given: list[Any] = []
         self._is_cut = False  # whether the batch is known to have its samples in the first dimension
         self._kept = KeptResults(mesh.dp_group)
+        self._leaves_tensors = False  # whether a forward may go on with what the one before has left
         cuts = mesh.dp_size * plan.micro_batches > 1
         self._asks = cuts and is_asked and not world().is_simulated and dist.get_backend(mesh.dp_group) != "fake"
         if cuts and not is_asked and mesh.rank == 0:
@@ -159,83 +198,92 @@ class IndependentSamples:
         """What is wrong with the model, the same on every rank; None if nothing is, "" if that cannot be seen. A
         collective of all ranks."""
         size = _size(batch, dim)
-        halves = _halves(size)
-        others = [(samples_taken(batch, size, _with_copies(size, half), dim), half) for half in halves]
+        kept = _halves(size)
+        with_copies = [samples_taken(batch, size, _with_copies(size, half), dim) for half in kept]
+        alone = [([batch], [other]) for other in with_copies]
+        # A second micro-batch also gets what the first has left of its samples.
+        trials = alone if self._plan.micro_batches == 1 else [([batch, batch], with_copies)]
         with torch.no_grad(), constant_statistics(self._sharded.all_modules()):
             self._kept.forget()
-            whole = self._run([batch], size, dim)
-            if not self._largest(float(any(rows is not None for rows in whole))):
+            base = self._run(trials[0][0], dim)
+            if not self._largest(float(any(rows is not None for rows in base[0]))):
                 return ""
-            trials: list[tuple[list[Any], list[Any], Sequence[int]]] = [
-                ([batch], [other], half) for other, half in others
-            ]
-            if self._plan.micro_batches > 1:
-                trials.append(([batch, batch], [others[0][0], batch], range(size)))
-            for one, other, places in trials:
-                first = whole if len(one) == 1 else self._run(one, size, dim)
-                found = self._largest(_difference(first, self._run(other, size, dim), places, size, dim))
-                if 0 < found < _LARGE:
-                    moved = self._run([batch], size, dim, rounds=True)
-                    rounded = self._largest(_difference(whole, moved, places, size, dim))
-                    found = found if found > _TIMES * rounded else 0.0
-                if found:
-                    return self._said(one, other, size, places, dim)
+            others = [rows for _, batches in trials for rows in self._run(batches, dim)]
+            for number, (half, rows) in enumerate(zip(kept, others, strict=True)):
+                if self._differs(base[min(number, len(base) - 1)], rows, half, batch, dim):
+                    comes_second = number > 0 and len(trials) == 1
+                    [by_itself] = self._run(alone[number][1], dim)
+                    if comes_second and not self._differs(base[0], by_itself, half, batch, dim):
+                        return f"{self._first(trials[0], half, dim)}{_LEFT}"
+                    return f"{self._first(alone[number], half, dim)}{_OTHERS}"
+            # What comes from all ranks, or from the forward before, would be of other samples.
+            if self._largest(float(self._kept.any() or self._leaves_tensors)):
+                return None
+            first, least = range(size // 2), _SHAPES if self._plan.precision == "fp32" else _SHAPES_IN_16_BITS
+            few = samples_taken(batch, size, first, dim)
+            [part] = self._run([few], dim)
+            if self._differs(base[0], part, first, few, dim, least):
+                return f"{self._first(([batch], [few]), first, dim)}{_FEWER}"
         return None
 
-    def _said(self, one: list[Any], other: list[Any], size: int, places: Sequence[int], dim: int) -> str:
-        """The message, with the first operation that makes the difference."""
+    def _differs(self, one: Rows, other: Rows, places: Sequence[int], batch: Any, dim: int, least: float = 0.0) -> bool:
+        """Whether results differ on any rank by more than `least`, and than rounding does. A collective of all ranks.
+
+        Args:
+            batch: what gave `other`.
+        """
+        found = self._largest(_difference(one, other, places))
+        if found <= least or found >= max(_LARGE, least):
+            return found > least
+        plain, moved = (self._run([batch], dim, rounds=rounds)[0] for rounds in (False, True))
+        return found > _TIMES * self._largest(_difference(plain, moved, range(_size(batch, dim))))
+
+    def _first(self, trial: tuple[list[Any], list[Any]], places: Sequence[int], dim: int) -> str:
+        """The first operation, on any rank, by which the last forwards of a trial differ."""
         models = [self._sharded.model, *(stage.module for stage in getattr(self._sharded, "stages", ()))]
-        watch = _FirstDifference(models, size, places, dim)
-        for batches in (one, other):
-            self._run(batches, size, dim, watch=watch)
+        one, other = (_size(batches[-1], dim) for batches in trial)
+        watch = _FirstDifference(models, places, dim, least=0.0 if one == other else _LARGE)
+        for watch.samples, batches in zip((one, other), trial, strict=True):
+            self._run(batches, dim, watch=watch)
         everyone: list[Any] = [None] * self._mesh.world_size
         dist.all_gather_object(everyone, watch.found, group=self._mesh.world_group)
-        where = next(filter(None, everyone), "the model")
-        if len(other) > 1:
-            return (
-                f"{where} goes on with what its last forward has left of other samples, so that under "
-                f"micro_batches={self._plan.micro_batches} the micro-batches of a step depend on each other: set "
-                f"micro_batches=1, or give the forward what is kept of its samples"
-            )
-        return f"{where} returns for a sample what depends on the other samples of its batch. {_OTHERS}"
+        return next(filter(None, everyone), "the model")
 
     def _run(
         self,
         batches: list[Any],
-        size: int,
         dim: int,
         *,
         rounds: bool = False,
         watch: "_FirstDifference | None" = None,
-    ) -> Rows:
-        """What the model returns for the last of some batches that come one after the other; nothing if it fails."""
+    ) -> list[Rows]:
+        """What the model returns for batches that come one after the other; nothing for those from a failure on.
+
+        Args:
+            watch: watches the last one.
+        """
         modules = self._sharded.all_modules()
         buffers, state = BufferValues(modules), StateBeforeCalls(modules).keep([], watched=True)
-        rows: Rows = []
-
-        def read(output: Any) -> None:
-            rows[:] = [_rows(leaf, size, dim) for leaf in tensor_leaves(output)]
-
-        with ExitStack() as stack:
-            if rounds:
-                stack.enter_context(_rounding(modules))
-            if watch is not None:
-                stack.enter_context(watch)
+        runs: list[Rows] = [[] for _ in batches]
+        with _rounding(modules) if rounds else nullcontext():
             try:
-                for batch in batches:
-                    if watch is not None:
-                        watch.begin()
-                    with kept_random_state(self._device), self._kept.following(), self._collectives_kept():
-                        self._run_model(batch, read)
+                for batch, rows in zip(batches, runs, strict=True):
+                    watched = watch if watch is not None and rows is runs[-1] else nullcontext()
+                    with kept_random_state(self._device), self._kept.following(), self._collectives_kept(), watched:
+                        self._run_model(batch, partial(self._read, rows, _size(batch, dim), dim))
             except Exception as error:  # it may need gradients, or other values
                 if not raised_by_model(error):
                     raise
                 logger.debug("whether samples are computed alone cannot be seen: %s", error)
-                rows.clear()
             finally:
+                self._leaves_tensors |= buffers.hold_other_numbers() or state.left_tensors()
                 state.put_back()
                 buffers.restore()
-        return rows
+        return runs
+
+    @staticmethod
+    def _read(rows: Rows, size: int, dim: int, output: Any) -> None:
+        rows[:] = [_rows(leaf, size, dim) for leaf in tensor_leaves(output)]
 
     def _collectives_kept(self) -> AbstractContextManager[None]:
         """The context in which the model's own collectives over the data ranks give what they gave in the first run."""
@@ -271,40 +319,27 @@ def _with_copies(size: int, kept: Sequence[int]) -> list[int]:
     return [place if place in set(kept) else kept[next(copies) % len(kept)] for place in range(size)]
 
 
-def _rows(leaf: torch.Tensor, size: int, dim: int) -> torch.Tensor | None:
-    """A tensor of a model's output, if it has a row, or several, for each sample.
+def _rows(leaf: torch.Tensor, samples: int, dim: int) -> _Rows | None:
+    """A tensor of a model's output, if it has rows for the samples.
 
     Logits that are not computed yet are stood for by what they are computed from.
     """
     if isinstance(leaf, DeferredLogits):
         leaf = next(source for source in leaf.form.sources() if source is not None)
-    if leaf.dim() <= dim or leaf.layout != torch.strided:
+    if leaf.dim() <= dim or leaf.layout != torch.strided or not leaf.numel():
         return None
-    has_rows = leaf.size(dim) == size or (dim == 0 and leaf.size(0) % size == 0)
-    return leaf.detach().clone() if has_rows and leaf.numel() else None
+    has_rows = leaf.size(dim) == samples or (dim == 0 and leaf.size(0) % samples == 0)
+    return _Rows(leaf.detach().clone(), samples, dim) if has_rows else None
 
 
-def _difference(one: Rows, other: Rows, places: Sequence[int], size: int, dim: int) -> float:
+def _difference(one: Rows, other: Rows, places: Sequence[int]) -> float:
     """How much the results of the samples in `places` differ at most, relative to the largest element."""
-    pairs = zip(one, other, strict=True) if len(one) == len(other) else ()
-    alike = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]
-    return max((_of_places(a, b, places, size, dim) for a, b in alike), default=0.0)
-
-
-def _of_places(one: torch.Tensor, other: torch.Tensor, places: Sequence[int], size: int, dim: int) -> float:
-    each = one.size(dim) // size
-    index = torch.tensor(places, device=one.device)
-    if each == 1:
-        pairs = [(one.index_select(dim, index), other.index_select(dim, index))]
-        if tuple(one.shape) == (size, size):  # scores of all samples with all
-            pairs.append((one[index][:, index], other[index][:, index]))
-    else:  # several rows of one sample may be side by side, or the samples' first rows
-        views = [(size, each), (each, size)]
-        pairs = [
-            (one.unflatten(0, view).index_select(at, index), other.unflatten(0, view).index_select(at, index))
-            for at, view in enumerate(views)
-        ]
-    return min(_relative(a, b) for a, b in pairs)
+    found = 0.0
+    for a, b in zip(one, other, strict=True) if len(one) == len(other) else ():
+        if a is not None and b is not None:
+            pairs = zip(a.of(places), b.of(places), strict=False)
+            found = max(found, min((_relative(*pair) for pair in pairs if pair[0].shape == pair[1].shape), default=0.0))
+    return found
 
 
 def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -342,35 +377,42 @@ def _rounding(modules: Sequence[nn.Module]) -> Iterator[None]:
 class _FirstDifference(TorchFunctionMode):
     """Finds the first function whose results for some samples are not the same in two runs.
 
+    Args:
+        places: of these samples.
+        least: what is no difference.
+
     Attributes:
+        samples: how many samples the run has.
         found: the module and the line that called it; None for none.
     """
 
-    def __init__(self, models: Sequence[nn.Module], size: int, places: Sequence[int], dim: int) -> None:
+    def __init__(self, models: Sequence[nn.Module], places: Sequence[int], dim: int, least: float) -> None:
         super().__init__()
         self._names = {module: name for model in models for name, module in every_module(model).items()}
-        self._size, self._places, self._dim = size, places, dim
+        self._places, self._dim, self._least = places, dim, least
         self._before: list[tuple[Any, Rows]] = []
         self._now: list[tuple[Any, Rows]] = []
+        self.samples = 0
         self.found: str | None = None
 
-    def begin(self) -> None:
-        """Called before a forward; each is compared with that before it."""
+    def __enter__(self) -> "_FirstDifference":
         self._before, self._now = self._now, []
+        super().__enter__()
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        frame = sys._getframe(1)
-        caller = frame.f_globals.get("__name__", "")
-        if self.found is not None or (
-            is_inside(caller, ["tensorshard"]) and not is_inside(caller, ["tensorshard.models"])
-        ):
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and is_inside(caller := frame.f_globals.get("__name__", ""), ["torch", _MODES]):
+            frame = frame.f_back
+        is_ours = is_inside(caller, ["tensorshard"]) and not is_inside(caller, ["tensorshard.models"])
+        if self.found is not None or is_ours:
             return result
-        rows = [_rows(leaf, self._size, self._dim) for leaf in tensor_leaves(result) if leaf.is_floating_point()]
-        self._now.append((func, [row if row is None else row.cpu() for row in rows]))
+        leaves = [leaf for leaf in tensor_leaves(result) if leaf.is_floating_point()]
+        self._now.append((func, [_rows(leaf, self.samples, self._dim) for leaf in leaves]))
         number = len(self._now) - 1
         before = self._before[number] if number < len(self._before) else (None, [])
-        if before[0] is func and _difference(before[1], self._now[-1][1], self._places, self._size, self._dim) > 0:
+        if before[0] is func and _difference(before[1], self._now[-1][1], self._places) > self._least:
             self.found = self._described(func, frame)
         return result
 
