@@ -158,7 +158,7 @@ def _gathers_of_first_steps() -> list[int]:
 
 def test_gathers_of_the_first_steps(ranks):
     step, evaluation = 2 * _LAYERS + 1, _LAYERS + 1
-    looks = 3 * evaluation  # whether samples are computed by themselves
+    looks = 4 * evaluation  # whether samples are computed by themselves
     assert ranks(2, _gathers_of_first_steps)[0] == [step + looks, step, step, evaluation, 0, 1]
 
 

@@ -178,7 +178,14 @@ class Engine(LoopMethods, StateMethods):
         )
         batch_buffers = BatchBuffers(sharded, mesh, device)
         self._samples = IndependentSamples(
-            sharded, plan, mesh, device, inside=self._inside, run=self._run_again, is_asked=check_samples
+            sharded,
+            plan,
+            mesh,
+            device,
+            inside=self._inside,
+            run=self._run_again,
+            numbers_belong=lambda: self._numbers is not None,
+            is_asked=check_samples,
         )
         complete_update(
             self._optimizer,

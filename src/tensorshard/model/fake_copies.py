@@ -86,7 +86,8 @@ def follow_run(
     follow: Callable[[FakeTensorMode, _Module, Any], _Mode],
     run: Callable[[_Module, Any, _Mode], None],
 ) -> _Mode:
-    """Runs a copy of `model` on fake tensors. If it asks for values, runs it on real ones, unless it is too large.
+    """Runs a copy of `model` on fake tensors. If that fails, as where it asks for values or for the exact type of a
+    tensor, runs it on real ones, unless it is too large.
 
     The copy is on the CPU, in evaluation, with gradients. All parameters require them: without gradients, some modules
     take shortcuts past their layers.
@@ -109,8 +110,9 @@ def follow_run(
     with restored_globals(model), torch.enable_grad():
         try:
             return _run_fake(model, inputs, follow, run)
-        except NEEDS_VALUES:
-            if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_REAL_COPY:
+        except Exception as error:
+            is_of_fakes = isinstance(error, (*NEEDS_VALUES, AssertionError, AttributeError, TypeError))
+            if not is_of_fakes or sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_REAL_COPY:
                 raise
         return _run_real(model, inputs, follow, run)
 

@@ -179,8 +179,9 @@ class BufferValues:
             buffer = buffer_at(*kept.places[0])
             if buffer is not kept.buffer:
                 return True
-            counts = buffer is not None and buffer.is_floating_point() and kept.is_changed()
-            if counts and (kept.values is None or not torch.equal(buffer, kept.values)):
+            if buffer is None or not buffer.is_floating_point() or not kept.is_changed():
+                continue
+            if kept.values is None or not torch.equal(buffer, kept.values):
                 return True
         return False
 

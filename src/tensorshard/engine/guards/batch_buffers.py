@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import all_gather_into, all_reduce_
 from tensorshard.comm.world import world
 from tensorshard.data_parallel.sharded_model import ShardedModel
+from tensorshard.model.parameters import keeps_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.torch_private.tensors import tensor_version
 
@@ -100,8 +101,10 @@ class BatchBuffers:
 
     def _stood_in(self, since: dict[str, tuple[int, int]]) -> str | None:
         buffers = self._sharded.persistent_buffers()
-        for name in self._changed(since):
-            if name in buffers and buffers[name].is_floating_point():
+        statistics = {path for path, module in self._sharded.structure.named_modules() if keeps_statistics(module)}
+        for name in self._changed(since):  # normalizations leave it out
+            is_other = name in buffers and name.rpartition(".")[0] not in statistics
+            if is_other and buffers[name].is_floating_point():
                 return (
                     f"{self._described(name)}, and in this smaller last batch of the epoch some ranks ran a sample "
                     f"that is not their own, which may have a part in it: leave that batch out with "

@@ -38,6 +38,7 @@ from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.parameters import BufferValues
 from tensorshard.model.state_before_call import StateBeforeCalls
+from tensorshard.model.state_places import host_random_states
 from tensorshard.model.tensors import map_tensors, tensor_leaves
 from tensorshard.passes.batch_norm import constant_statistics
 from tensorshard.plan.mesh import Mesh
@@ -107,6 +108,7 @@ class IndependentSamples:
         inside: the context in which the Engine itself runs the model.
         run: runs the model on what was noted, and calls the function that it is given with the output, on ranks that
             have one.
+        numbers_belong: says whether torch's random numbers belong to samples, so that fewer of them draw the same.
         is_asked: whether to do this at all.
     """
 
@@ -119,14 +121,16 @@ class IndependentSamples:
         *,
         inside: Callable[[], AbstractContextManager[None]],
         run: Callable[[Any, Callable[[Any], None]], None],
+        numbers_belong: Callable[[], bool],
         is_asked: bool,
     ) -> None:
         self._sharded, self._plan, self._mesh, self._device = sharded, plan, mesh, device
-        self._inside, self._run_model = inside, run
+        self._inside, self._run_model, self._numbers_belong = inside, run, numbers_belong
         self._given: list[Any] = []
         self._is_cut = False  # whether the batch is known to have its samples in the first dimension
         self._kept = KeptResults(mesh.dp_group)
         self._leaves_tensors = False  # whether a forward may go on with what the one before has left
+        self._draws_otherwise = False  # whether fewer samples would get other random numbers
         cuts = mesh.dp_size * plan.micro_batches > 1
         self._asks = cuts and is_asked and not world().is_simulated and dist.get_backend(mesh.dp_group) != "fake"
         if cuts and not is_asked and mesh.rank == 0:
@@ -216,8 +220,8 @@ class IndependentSamples:
                     if comes_second and not self._differs(base[0], by_itself, half, batch, dim):
                         return f"{self._first(trials[0], half, dim)}{_LEFT}"
                     return f"{self._first(alone[number], half, dim)}{_OTHERS}"
-            # What comes from all ranks, or from the forward before, would be of other samples.
-            if self._largest(float(self._kept.any() or self._leaves_tensors)):
+            # What comes from all ranks, from the forward before, or from a generator would be of other samples.
+            if self._largest(float(self._kept.any() or self._leaves_tensors or self._draws_otherwise)):
                 return None
             first, least = range(size // 2), _SHAPES if self._plan.precision == "fp32" else _SHAPES_IN_16_BITS
             few = samples_taken(batch, size, first, dim)
@@ -270,7 +274,9 @@ class IndependentSamples:
                 for batch, rows in zip(batches, runs, strict=True):
                     watched = watch if watch is not None and rows is runs[-1] else nullcontext()
                     with kept_random_state(self._device), self._kept.following(), self._collectives_kept(), watched:
+                        states = self._random_states()
                         self._run_model(batch, partial(self._read, rows, _size(batch, dim), dim))
+                        self._draws_otherwise |= states != self._random_states()
             except Exception as error:  # it may need gradients, or other values
                 if not raised_by_model(error):
                     raise
@@ -280,6 +286,10 @@ class IndependentSamples:
                 state.put_back()
                 buffers.restore()
         return runs
+
+    def _random_states(self) -> Any:
+        of_torch = (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()))
+        return host_random_states(), None if self._numbers_belong() else [state.tolist() for state in of_torch]
 
     @staticmethod
     def _read(rows: Rows, size: int, dim: int, output: Any) -> None:
