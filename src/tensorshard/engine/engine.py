@@ -184,7 +184,7 @@ class Engine(LoopMethods, StateMethods):
             device,
             inside=self._inside,
             run=self._run_again,
-            numbers_belong=lambda: self._numbers is not None,
+            numbers=lambda: self._numbers,
             is_asked=check_samples,
         )
         complete_update(

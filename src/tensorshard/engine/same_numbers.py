@@ -50,6 +50,11 @@ class SameNumbers:
         self._sizes: list[int] = []
         self._parts: Sequence[Any] = ()
 
+    @property
+    def belong_to_rows(self) -> bool:
+        """Whether some belong to rows that values choose, as those of routed experts do."""
+        return bool(self._randomness.row_modules)
+
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around each call of the Engine that runs the model."""

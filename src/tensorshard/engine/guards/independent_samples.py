@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from tensorshard.comm.collectives import all_reduce_
@@ -31,6 +32,7 @@ from tensorshard.common.words import is_inside
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.engine_random import kept_random_state
 from tensorshard.engine.guards.own_collectives import models_collectives
+from tensorshard.engine.same_numbers import SameNumbers
 from tensorshard.loss.logits.deferred_logits import DeferredLogits
 from tensorshard.model.batches import batch_size, samples_joined, samples_taken
 from tensorshard.model.call_stack import users_line
@@ -40,6 +42,7 @@ from tensorshard.model.parameters import BufferValues
 from tensorshard.model.state_before_call import StateBeforeCalls
 from tensorshard.model.state_places import host_random_states
 from tensorshard.model.tensors import map_tensors, tensor_leaves
+from tensorshard.model.whole_sequences import is_part
 from tensorshard.passes.batch_norm import constant_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
@@ -108,7 +111,7 @@ class IndependentSamples:
         inside: the context in which the Engine itself runs the model.
         run: runs the model on what was noted, and calls the function that it is given with the output, on ranks that
             have one.
-        numbers_belong: says whether torch's random numbers belong to samples, so that fewer of them draw the same.
+        numbers: says what random numbers belong to; None to each rank.
         is_asked: whether to do this at all.
     """
 
@@ -121,11 +124,11 @@ class IndependentSamples:
         *,
         inside: Callable[[], AbstractContextManager[None]],
         run: Callable[[Any, Callable[[Any], None]], None],
-        numbers_belong: Callable[[], bool],
+        numbers: Callable[[], SameNumbers | None],
         is_asked: bool,
     ) -> None:
         self._sharded, self._plan, self._mesh, self._device = sharded, plan, mesh, device
-        self._inside, self._run_model, self._numbers_belong = inside, run, numbers_belong
+        self._inside, self._run_model, self._numbers = inside, run, numbers
         self._given: list[Any] = []
         self._is_cut = False  # whether the batch is known to have its samples in the first dimension
         self._kept = KeptResults(mesh.dp_group)
@@ -161,8 +164,9 @@ class IndependentSamples:
             return
         self._asks = False
         given, self._given = self._given, []
-        batch = self._batch(given)
-        if self._largest(float(batch is None)):
+        batch, numbers = self._batch(given), self._numbers()
+        # Rows that values choose are told apart by their values, and copies have the same.
+        if self._largest(float(batch is None or (numbers is not None and numbers.belong_to_rows))):
             return
         with ExitStack() as stack:
             stack.enter_context(self._inside())
@@ -289,7 +293,7 @@ class IndependentSamples:
 
     def _random_states(self) -> Any:
         of_torch = (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()))
-        return host_random_states(), None if self._numbers_belong() else [state.tolist() for state in of_torch]
+        return host_random_states(), None if self._numbers() is not None else [state.tolist() for state in of_torch]
 
     @staticmethod
     def _read(rows: Rows, size: int, dim: int, output: Any) -> None:
@@ -332,10 +336,15 @@ def _with_copies(size: int, kept: Sequence[int]) -> list[int]:
 def _rows(leaf: torch.Tensor, samples: int, dim: int) -> _Rows | None:
     """A tensor of a model's output, if it has rows for the samples.
 
-    Logits that are not computed yet are stood for by what they are computed from.
+    Logits that are not computed yet are stood for by what they are computed from. Of a sequence that is cut, and of a
+    tensor that is split, this rank's part is looked at.
     """
     if isinstance(leaf, DeferredLogits):
         leaf = next(source for source in leaf.form.sources() if source is not None)
+    if is_part(leaf):
+        leaf = leaf.local  # type: ignore[attr-defined]
+    elif isinstance(leaf, DTensor):
+        leaf = leaf.to_local()
     if leaf.dim() <= dim or leaf.layout != torch.strided or not leaf.numel():
         return None
     has_rows = leaf.size(dim) == samples or (dim == 0 and leaf.size(0) % samples == 0)
