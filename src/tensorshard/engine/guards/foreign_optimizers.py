@@ -149,8 +149,16 @@ def warn_of_schedulers() -> None:
     the user. torch has no hook for making or stepping a scheduler. So this looks for them among all objects, once per
     Engine.
     """
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), LRScheduler) or not hasattr(candidate, "optimizer"):
+    classes: set[type] = {LRScheduler}
+    waiting: list[type] = [LRScheduler]
+    while waiting:
+        found = set(waiting.pop().__subclasses__()) - classes
+        classes |= found
+        waiting += found
+    for candidate in [
+        each for each in gc.get_objects() if type(each) in classes
+    ]:  # a hundred ns for each would be felt
+        if not hasattr(candidate, "optimizer"):
             continue
         mark = _trained_by(candidate.optimizer)
         if isinstance(mark, _Engines) and (mark.before_step is None or _STEPPED in vars(candidate.optimizer)):

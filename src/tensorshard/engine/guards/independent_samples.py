@@ -132,6 +132,7 @@ class IndependentSamples:
         self._given: list[Any] = []
         self._is_cut = False  # whether the batch is known to have its samples in the first dimension
         self._kept = KeptResults(mesh.dp_group)
+        self._states: StateBeforeCalls | None = None
         self._leaves_tensors = False  # whether a forward may go on with what the one before has left
         self._draws_otherwise = False  # whether fewer samples would get other random numbers
         cuts = mesh.dp_size * plan.micro_batches > 1
@@ -175,6 +176,7 @@ class IndependentSamples:
             message = self._fault(batch, 0)
             if message is not None and not self._is_cut and not self._largest(float(_size(batch, 1) < 2)):
                 message = message if self._fault(batch, 1) is not None else None
+        self._states = None
         if message:
             raise RuntimeError(message)
 
@@ -271,7 +273,9 @@ class IndependentSamples:
             watch: watches the last one.
         """
         modules = self._sharded.all_modules()
-        buffers, state = BufferValues(modules), StateBeforeCalls(modules).keep([], watched=True)
+        if self._states is None:
+            self._states = StateBeforeCalls(modules)
+        buffers, state = BufferValues(modules), self._states.keep([], watched=True)
         runs: list[Rows] = [[] for _ in batches]
         with _rounding(modules) if rounds else nullcontext():
             try:
