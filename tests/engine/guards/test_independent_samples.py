@@ -55,6 +55,11 @@ class Coupled(nn.Module):
             return torch.cat([first * 2, second])
         if self.way == "divided":
             return x / len(x)
+        if self.way == "written":
+            if self.training:
+                with torch.no_grad():
+                    self.weight.mul_(0.9)
+            return x @ self.weight
         if self.way == "batch norm":
             return F.batch_norm(x, None, None, training=True)
         if self.way == "left":
@@ -149,6 +154,21 @@ def test_what_a_forward_leaves_for_the_next_micro_batch_is_refused(ranks):
         )
         assert ranks(world_size, _run, "counted", fields)[0][0] == ""
     assert ranks(2, _run, "left", dict(zero=1))[0][0] == ""  # each rank goes on with its own samples
+
+
+@pytest.mark.parametrize("fields", [dict(micro_batches=2), dict(zero=1), dict(zero=3)], ids=str)
+def test_weights_that_a_forward_writes_are_written_once_a_forward(ranks, fields):
+    world_size = 1 if "micro_batches" in fields else 2
+    [(message, state), *_] = ranks(world_size, _run, "written", fields)
+    model = Net("written")
+    optimizer = ADAMW(model.parameters())
+    for step in range(3):
+        for x, y in zip(*(part.chunk(fields.get("micro_batches", 1)) for part in data(step)), strict=True):
+            (squares(model(x), y) / fields.get("micro_batches", 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert message == ""
+    torch.testing.assert_close(state["coupled.weight"], model.coupled.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_single_sample_a_rank_is_joined_with_a_neighbours(ranks):

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import chain
+from itertools import chain, compress
 from operator import is_
 from typing import Any
 
@@ -152,12 +152,11 @@ def warn_of_schedulers() -> None:
     classes: set[type] = {LRScheduler}
     waiting: list[type] = [LRScheduler]
     while waiting:
-        found = set(waiting.pop().__subclasses__()) - classes
+        found: set[type] = set(waiting.pop().__subclasses__()) - classes
         classes |= found
         waiting += found
-    for candidate in [
-        each for each in gc.get_objects() if type(each) in classes
-    ]:  # a hundred ns for each would be felt
+    objects = gc.get_objects()  # so many that a loop in Python would be felt
+    for candidate in compress(objects, map(classes.__contains__, map(type, objects))):
         if not hasattr(candidate, "optimizer"):
             continue
         mark = _trained_by(candidate.optimizer)

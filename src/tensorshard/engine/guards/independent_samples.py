@@ -47,8 +47,9 @@ from tensorshard.passes.batch_norm import constant_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
-from tensorshard.torch_private.modules import every_module
+from tensorshard.torch_private.modules import every_module, own_parameters
 from tensorshard.torch_private.pytree import tree_tensors
+from tensorshard.torch_private.tensors import tensor_version
 
 logger = logging.getLogger("tensorshard")
 
@@ -133,6 +134,7 @@ class IndependentSamples:
         self._is_cut = False  # whether the batch is known to have its samples in the first dimension
         self._kept = KeptResults(mesh.dp_group)
         self._states: StateBeforeCalls | None = None
+        self._noted_weights: list[int] = []  # their versions
         self._leaves_tensors = False  # whether a forward may go on with what the one before has left
         self._draws_otherwise = False  # whether fewer samples would get other random numbers
         cuts = mesh.dp_size * plan.micro_batches > 1
@@ -149,7 +151,12 @@ class IndependentSamples:
     def note(self, given: Any) -> None:
         """Notes a micro-batch that is about to be run."""
         if self._asks and len(self._given) < 2 and detect_fake_mode(tensor_leaves(given)) is None:
+            self._noted_weights = self._noted_weights if self._given else self._weights()
             self._given.append(given)
+
+    def _weights(self) -> list[int]:
+        modules = self._sharded.all_modules()
+        return [tensor_version(parameter) for module in modules for parameter in own_parameters(module).values()]
 
     def samples_are_first(self) -> None:
         """Says that batches are cut along the first dimension of their tensors, as steps do."""
@@ -166,8 +173,11 @@ class IndependentSamples:
         self._asks = False
         given, self._given = self._given, []
         batch, numbers = self._batch(given), self._numbers()
-        # Rows that values choose are told apart by their values, and copies have the same.
-        if self._largest(float(batch is None or (numbers is not None and numbers.belong_to_rows))):
+        # Rows that values choose are told apart by their values, and copies have the same. What writes weights would do so
+        # again.
+        writers = self._sharded.writers
+        writes = self._weights() != self._noted_weights if writers is None else bool(writers > 0)
+        if self._largest(float(batch is None or writes or (numbers is not None and numbers.belong_to_rows))):
             return
         with ExitStack() as stack:
             stack.enter_context(self._inside())
