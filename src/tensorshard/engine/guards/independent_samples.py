@@ -173,8 +173,8 @@ class IndependentSamples:
         self._asks = False
         given, self._given = self._given, []
         batch, numbers = self._batch(given), self._numbers()
-        # Rows that values choose are told apart by their values, and copies have the same. What writes weights would do so
-        # again.
+        # Rows that values choose are told apart by their values, and copies have the same. A forward that writes
+        # weights would write them again.
         writers = self._sharded.writers
         writes = self._weights() != self._noted_weights if writers is None else bool(writers > 0)
         if self._largest(float(batch is None or writes or (numbers is not None and numbers.belong_to_rows))):
