@@ -19,24 +19,37 @@ Also here: one parameter that is split over tensor-parallel ranks, and what func
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from tensorshard.comm import differentiable as collectives
 from tensorshard.comm.sharding import distribute_like, on_mesh_device
+from tensorshard.model.blocks import is_transposed
 from tensorshard.model.call_stack import is_called_by_user, mark_modules
 from tensorshard.model.forward_contexts import RootRole, hook_root
+from tensorshard.model.forwards import Role, roles_of
+from tensorshard.model.reachable_state import is_foreign
+from tensorshard.model.transformers_settings import captures_output
 from tensorshard.model.watched_parameters import Pause, Source, Watch, WrittenThrough, run, watch, watches_of
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
+from tensorshard.tensor_parallel.table.layouts import Layout, join_shards, local_shard
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import shard_of
-from tensorshard.torch_private.modules import own_parameters, parameter_at, set_parameter
+from tensorshard.torch_private.modules import (
+    every_module,
+    own_parameters,
+    parameter_at,
+    replace_forward_hooks,
+    set_parameter,
+)
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
 from tensorshard.torch_private.tensors import object_attributes, tensor_version
 
@@ -52,7 +65,7 @@ class UserViews:
 
     def __init__(self, model: nn.Module, split: TensorSplit, shapes: Mapping[str, torch.Size]) -> None:
         self._optimizer: torch.optim.Optimizer | None = None
-        self._model = model
+        self._model, self._split = model, split
         self._in_hook = False  # of the user's, on a module
         self._depth = 1  # until the first :meth:`begin`
         self._watches = {
@@ -99,6 +112,7 @@ class UserViews:
         if self._watches:
             self._surround(self._model)  # all other code around a forward runs within
             surround_later_hooks(self._model, partial(self.whole, in_hook=True))
+            show_whole_features(self._model, self._split)
         self._leave()
 
     def _watch_masters(self, masters: Mapping[str, nn.Parameter]) -> None:
@@ -243,6 +257,90 @@ def _register(
             return hook(*given, **options)
 
     return register(module, surrounded, *args, **kwargs)
+
+
+class _Features(NamedTuple):
+    """How the features of a split layer are cut, which are its input or its output.
+
+    Args:
+        layout: of the features. dim: theirs, counted from the end.
+        group: the ranks.
+    """
+
+    is_output: bool
+    layout: Layout
+    dim: int
+    group: dist.ProcessGroup
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The features of all ranks. A collective; in backward each rank takes its part of the gradient."""
+        dim, size = self.dim, self.group.size()
+        lengths = [sum(length for _, length in self.layout.ranges(rank, size)) for rank in range(size)]
+        return join_shards(collectives.gather(part, dim, self.group).split(lengths, dim), self.layout)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of features that all ranks have. A collective in backward."""
+        size = self.group.size()
+        by_rank = [local_shard(whole, self.layout, rank, size) for rank in range(size)]
+        return collectives.scatter(torch.cat(by_rank, self.dim), self.dim, self.group)
+
+
+def show_whole_features(model: nn.Module, split: TensorSplit) -> None:
+    """Gives the user's forward hooks on split layers whole features, those that are there and later ones.
+
+    A layer whose output is split hands each rank's part to the layer after it, and a layer that sums over the ranks
+    takes such a part.
+    """
+    for path, module in every_module(model).items():
+        roles = roles_of(module)
+        if Role.SPLIT_LAYER not in roles or Role.GATHERED_OUTPUT in roles or Role.SEQUENCE_LAYER in roles:
+            continue
+        layout, weight = split.layout(f"{path}.weight"), own_parameters(module).get("weight")
+        if type(layout) is not Layout or layout.dim is None or layout.dim > 1 or split.group is None or weight is None:
+            continue
+        is_output = layout.dim == int(is_transposed(module))
+        dim = 1 - weight.ndim
+        features = _Features(is_output, replace(layout, dim=dim), dim, split.group)
+        replace_forward_hooks(module, partial(_with_features_for_users, features))
+        for name, takes_output in (("register_forward_hook", True), ("register_forward_pre_hook", False)):
+            register = vars(module).get(name) or getattr(module, name)
+            vars(module)[name] = partial(_register_with_features, register, features, takes_output)
+
+
+def _with_features_for_users(features: _Features, hook: Any, takes_output: bool) -> Any:
+    is_users = not is_foreign(getattr(hook, "__module__", None)) and not captures_output(hook)
+    return _with_features(features, hook, takes_output) if is_users else hook
+
+
+def _register_with_features(
+    register: Callable[..., Any], features: _Features, takes_output: bool, /, hook: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return register(_with_features(features, hook, takes_output), *args, **kwargs)
+
+
+def _with_features(features: _Features, hook: Callable[..., Any], takes_output: bool) -> Callable[..., Any]:
+    """`hook`, which gets whole features and may return some."""
+
+    def called(module: nn.Module, args: Any, *rest: Any) -> Any:
+        if not takes_output and features.is_output:
+            return hook(module, args, *rest)
+        if features.is_output:
+            *kwargs, part = rest
+            whole = features.whole(part)
+            result = hook(module, args, *kwargs, whole)
+            return features.part(result) if result is not None and result is not whole else None
+        if not args or not isinstance(args[0], torch.Tensor):
+            return hook(module, args, *rest)
+        whole = features.whole(args[0])
+        result = hook(module, (whole, *args[1:]), *rest)
+        if takes_output or result is None:
+            return result
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict) and rest:
+            return (features.part(result[0][0]), *result[0][1:]), result[1]
+        first, *others = result if isinstance(result, tuple) else (result,)
+        return (features.part(first), *others)
+
+    return wraps(hook, updated=())(called) if hasattr(hook, "__name__") else called
 
 
 class FullView(Watch):
