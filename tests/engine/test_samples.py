@@ -115,3 +115,35 @@ def test_what_it_cannot_do_says_so(ranks):
     for found in ranks(2, _refusals):
         assert all(word in sentence for word, sentence in zip(words, found, strict=True))
         assert all("under micro_batches=2" in sentence for sentence in found[2:])
+
+
+class Compares(nn.Module):
+    """A forward that compares its samples with those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inlet, self.dropout, self.outlet = nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.dropout(self.inlet(x))
+        return self.outlet(features - ts.gather_samples(features).mean(0))
+
+
+def _compared(fields: dict[str, Any]) -> list[float]:
+    sample = torch.randn(4, 6)
+    engine = ts.parallelize(
+        Compares, ts.Plan(**fields), optimizer=SGD, loss_fn=F.cross_entropy, seed=1, sample_inputs=sample
+    )
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(8, 6, generator=generator), torch.randint(4, (8,), generator=generator)
+        losses.append(engine.step(*parity.shard(engine, *batch)).item())
+    return losses
+
+
+def test_forwards_that_gather_samples(ranks):
+    expected = ranks(1, _compared, dict(zero=0))[0]
+    for fields in (dict(zero=1), dict(zero=3), dict(tp=2), dict(pp=2, micro_batches=1, pp_schedule="gpipe")):
+        assert ranks(2, _compared, fields)[0] == pytest.approx(expected, rel=1e-5)

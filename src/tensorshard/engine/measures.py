@@ -24,6 +24,7 @@ from tensorshard.model.batches import batch_size, to_device
 from tensorshard.model.tensors import map_tensors, take_apart
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.process_groups import is_alone
 
 
 def gather(values: Any, mesh: Mesh, device: torch.device) -> Any:
@@ -351,6 +352,8 @@ def gather_samples(tensor: torch.Tensor, mesh: Mesh | None = None) -> torch.Tens
             "gather_samples was given a scalar, which has no samples; give it a tensor whose first dimension is the "
             "samples, such as losses of reduction='none'"
         )
+    if is_alone():  # the model is looked at, by a run on one rank
+        return tensor
     if mesh is None:
         if not _calls:
             raise RuntimeError(

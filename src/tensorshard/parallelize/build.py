@@ -64,6 +64,7 @@ from tensorshard.plan.storage import DeviceStorage, Storage
 from tensorshard.random.call_sites import ModelRandomness
 from tensorshard.random.plain_loop import make_trial
 from tensorshard.random.trial_runs import TrialModel
+from tensorshard.torch_private.tensors import gradient_hooks
 from tensorshard.weights.files.pretrained_model import PretrainedModel
 from tensorshard.weights.initial import Recording, TensorSource, from_meta, from_module, record
 
@@ -71,6 +72,9 @@ logger = logging.getLogger("tensorshard")
 AUTO = "auto"
 """What to pass in place of a Plan for the best plan for this world."""
 _SEARCH = "tensorshard.predict.search.find_plans"  # it stands above, builds Engines, and is imported for "auto" alone
+
+_ParameterHook = tuple[str, str, Callable[..., Any]]
+"""The name of a parameter, the method that registered a hook on it, and the hook."""
 
 
 def parallelize(
@@ -277,7 +281,7 @@ def build_engine(
             check_model(model, plan, split="tp" if built else "refused", frozen=frozen)
             _check_rules(model, own_rules(model), optimizer)
         join_world(device, timeout=patience)
-        source, agreed, rules = _weights_of(model, seed, restored, decisions, frozen=frozen)
+        source, agreed, rules, hooks = _weights_of(model, seed, restored, decisions, frozen=frozen)
         if frozen:
             source.module.requires_grad_(False)
         with explained("parallelize"):
@@ -328,7 +332,7 @@ def build_engine(
         compiled = find_blocks(source.module) if plan.compile else {}
         engine.draw_from(None if trial is None else _randomness_of(sharded, trial, random, mesh, compiled))
         check_same({"optimizers": _described_optimizer(engine.optimizer)}, mesh.world_group, "parallelize")
-    _protect(engine, source, users_parameters)
+    _protect(engine, source, users_parameters, hooks)
     if mesh.rank == 0:
         for rule in rules:
             rule.log()
@@ -470,8 +474,10 @@ def _host_heap(plan: Plan, mesh: Mesh) -> HostHeap:
     )
 
 
-def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Parameter]) -> None:
-    """From now on, what is read or written in ways that would mislead says so."""
+def _protect(
+    engine: Engine, source: TensorSource, users_parameters: list[nn.Parameter], hooks: list[_ParameterHook]
+) -> None:
+    """From now on, what is read or written in ways that would mislead says so; and hooks of parameters are called."""
     sharded = engine.sharded
     for view in sharded.whole_views:
         view.begin(engine.optimizer, sharded.masters())
@@ -481,6 +487,10 @@ def _protect(engine: Engine, source: TensorSource, users_parameters: list[nn.Par
     refuse_other_uses(sharded.model, engine.plan)
     mark_replaced(users_parameters)
     refuse_old_parameters(source)
+    shown = sharded.shown_parameters()
+    for name, method, hook in hooks:
+        if name in shown:
+            getattr(shown[name], method)(hook)
 
 
 def _weights_of(
@@ -490,15 +500,16 @@ def _weights_of(
     decisions: Decisions | None,
     *,
     frozen: bool,
-) -> tuple[TensorSource, bool, list[OwnRule]]:
-    """Where the initial weights come from; whether they are the same on every rank by construction; and the rules of
-    modules that train themselves, whose own updates are switched off."""
+) -> tuple[TensorSource, bool, list[OwnRule], list[_ParameterHook]]:
+    """Where the initial weights come from; whether they are the same on every rank by construction; the rules of
+    modules that train themselves, whose own updates are switched off; and hooks of parameters."""
     if not isinstance(model, nn.Module):
         if decisions is not None and decisions.recorded is not None:
             again = decisions.recorded[0].again()
             if again is not None:
-                return again, True, list(decisions.recorded[1])
+                return again, True, list(decisions.recorded[1]), []  # an estimate runs no hooks
         rules: list[OwnRule] = []
+        hooks: list[_ParameterHook] = []
         is_the_users = False
 
         def build() -> nn.Module:
@@ -509,7 +520,7 @@ def _weights_of(
                     is_the_users = True
                     restored.note(built)
                     check_not_parallelized(built)
-                rules[:] = take_own_rules(built)
+                rules[:], hooks[:] = take_own_rules(built), _parameter_hooks(built)
                 hold_as_bytes(built, frozen=frozen)
             return built
 
@@ -518,11 +529,15 @@ def _weights_of(
             again = source.again()
             if again is not None:
                 decisions.recorded = again, list(rules)
-        return source, True, rules
-    rules = take_own_rules(model)
+        return source, True, rules, hooks
+    rules, hooks = take_own_rules(model), _parameter_hooks(model)
     if any(parameter.is_meta for parameter in model.parameters()):
-        return from_meta(model, seed=seed), True, rules
-    return from_module(model), False, rules
+        return from_meta(model, seed=seed), True, rules, hooks
+    return from_module(model), False, rules, hooks
+
+
+def _parameter_hooks(model: nn.Module) -> list[_ParameterHook]:
+    return [(name, *hook) for name, parameter in model.named_parameters() for hook in gradient_hooks(parameter)]
 
 
 def _check_rules(model: nn.Module, rules: list[OwnRule], optimizer: OptimizerFactory) -> None:

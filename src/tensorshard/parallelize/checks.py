@@ -32,7 +32,6 @@ from tensorshard.passes.batch_norm import check_batch_norms
 from tensorshard.plan.plan import Plan
 from tensorshard.tensor_parallel.apply.tensor_split import TensorSplit
 from tensorshard.tensor_parallel.table.layouts import Layout, check_can_split
-from tensorshard.torch_private.tensors import count_gradient_hooks
 from tensorshard.weights.initial.source import named_tensors
 
 
@@ -196,7 +195,6 @@ def check_model(
     for name, parameter in model.named_parameters():
         if name not in held:
             _check_parameter(name, parameter)
-        _check_parameter_hooks(name, parameter)
     check_own_memory(model)
     # Parameters that a module updates by its own rule do not require a gradient yet.
     by_rule = {model.get_parameter(name) for rule in own_rules(model) for name in rule.parameters}
@@ -290,16 +288,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name!r} is of type {_short(parameter.dtype)}, which has {kind}; parameters must be real "
             f"floating-point tensors: {remedy}"
-        )
-
-
-def _check_parameter_hooks(name: str, parameter: nn.Parameter) -> None:
-    if count_gradient_hooks(parameter):
-        raise ValueError(
-            f"parameter {name!r} has a hook (register_hook, register_post_accumulate_grad_hook), but a plan lays "
-            f"parameters out anew, and the hook would never be called; hook the module that reads it "
-            f"(register_full_backward_hook), or change gradients before each update by "
-            f"engine.register_gradient_hook(hook)"
         )
 
 

@@ -387,6 +387,19 @@ def alone_in_the_world() -> Iterator[None]:
         yield
 
 
+def is_alone() -> bool:
+    """Whether the code that runs is examined by :func:`alone_in_the_world`.
+
+    Why: what a forward gathers from all data ranks there is its own samples' alone. The groups that it may know have
+    ranks that do not run it.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return dist.is_initialized() and dist.get_world_size() == 1 and dist.get_backend() == "fake"
+
+
 def _tables() -> tuple[dict[Any, Any], ...]:
     world = distributed_c10d._world
     return (

@@ -163,8 +163,8 @@ class PausedHooks:
             hooks[number] = hook
 
 
-def count_gradient_hooks(tensor: torch.Tensor) -> int:
-    """How often ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on `tensor`.
+def gradient_hooks(tensor: torch.Tensor) -> list[tuple[str, Callable[..., Any]]]:
+    """The hooks of `tensor`, each with the name of the method that registered it, in their order.
 
     Why: a plan replaces parameters, and their hooks would be lost silently.
 
@@ -172,7 +172,11 @@ def count_gradient_hooks(tensor: torch.Tensor) -> int:
 
     Public way: none.
     """
-    return len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
+    of_each = {
+        "register_hook": tensor._backward_hooks,
+        "register_post_accumulate_grad_hook": tensor._post_accumulate_grad_hooks,
+    }
+    return [(method, hook) for method, hooks in of_each.items() for hook in (hooks or {}).values()]
 
 
 def reshaped_product(product: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
