@@ -29,6 +29,7 @@ from tensorshard.plan.storage import TakeGradient
 from tensorshard.torch_private.autograd import (
     call_after_backward,
     current_backward,
+    is_in_engines_backward,
     operations_of_backward,
     order_of_backward,
 )
@@ -262,6 +263,7 @@ class GradientReducer:
         if not self._are_paused:  # else they were arranged before the hooks were
             self._buckets.arrange()
         if not self._is_guided:
+            self._is_share = is_in_engines_backward()  # another Engine's, whose loss is each rank's share, too
             call_after_backward(self._end_of_backward)
 
     def _pause_hooks(self) -> None:

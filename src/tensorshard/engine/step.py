@@ -22,6 +22,7 @@ from tensorshard.passes.batch_norm import ignored_in_statistics
 from tensorshard.passes.precision import autocast, widen_output
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.autograd import engines_backward
 
 Read = Callable[[Any, Any], Any]
 """(output, targets) -> a tensor whose first dimension is the samples."""
@@ -215,7 +216,8 @@ class WholeModelStepRunner(StepRunner):
         # The loss is a sum over the data ranks divided by a global count, and so must the gradient be.
         scaled = loss_sum * (loss_scale / tally.normalizer)
         self._sharded.begin_backward(scaled)
-        scaled.backward()
+        with engines_backward():
+            scaled.backward()
         self._sharded.finish_micro_batch()
 
     def evaluate(self, inputs: Any, targets: Any, *, micro_batches: int | None = None) -> StepLoss:
