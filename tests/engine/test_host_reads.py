@@ -24,7 +24,7 @@ from tensorshard.models import GPT
 
 _READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "nonzero", "cpu", "numpy")
 # Values that are the host's, and checks that are left out on GPUs.
-_HOST = {("uneven_means.py", "_gathered"), ("gradients.py", "_is_one"), ("arguments.py", "check_indices"),
+_HOST = {("wrong_batch.py", "_gathered"), ("gradients.py", "_is_one"), ("arguments.py", "check_indices"),
          ("gradient_reducer.py", "hold")}  # fmt: skip
 _MAKES = ("tensor", "as_tensor")
 

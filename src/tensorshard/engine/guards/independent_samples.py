@@ -46,6 +46,7 @@ from tensorshard.model.whole_sequences import is_part
 from tensorshard.passes.batch_norm import constant_statistics
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.modules import every_module, own_parameters
 from tensorshard.torch_private.pytree import tree_tensors
@@ -256,7 +257,8 @@ class IndependentSamples:
         if found <= least or found >= max(_LARGE, least):
             return found > least
         plain, moved = (self._run([batch], dim, rounds=rounds)[0] for rounds in (False, True))
-        return found > _TIMES * self._largest(_difference(plain, moved, range(_size(batch, dim))))
+        rounded = self._largest(_difference(plain, moved, range(_size(batch, dim))))
+        return found > (_TIMES * rounded if rounded > 0 else _SHAPES)
 
     def _first(self, trial: tuple[list[Any], list[Any]], places: Sequence[int], dim: int) -> str:
         """The first operation, on any rank, by which the last forwards of a trial differ."""
@@ -392,7 +394,7 @@ def _rounding(modules: Sequence[nn.Module]) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
 
     def moved(leaf: torch.Tensor) -> torch.Tensor:
-        if type(leaf) is not torch.Tensor or not leaf.is_floating_point():
+        if type(leaf) is not torch.Tensor or not leaf.is_floating_point() or is_function_transformed():
             return leaf
         sides = torch.randint(2, leaf.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
         return leaf * (1 + sides.to(leaf) * torch.finfo(leaf.dtype).eps)
