@@ -31,12 +31,6 @@ class Holding(nn.Module):
         return self.layer(x)
 
 
-def _hooked():
-    model = nn.Linear(2, 2)
-    model.weight.register_hook(lambda grad: 2 * grad)
-    return model
-
-
 def _frozen() -> nn.Module:
     return nn.Linear(6, 3).requires_grad_(False)
 
@@ -75,7 +69,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "parameter 'special' is of type complex64.*view_as_real",
     ),
-    "hooked parameter": (dict(model=_hooked()), ValueError, "parameter 'weight' has a hook.*register_gradient_hook"),
     "nothing to train": (dict(model=_frozen()), ValueError, "no parameter of the model requires a gradient"),
     "sparse gradients": (dict(model=_sparse()), ValueError, "module '0' is an Embedding with sparse=True"),
     "unknown unit": (

@@ -298,6 +298,8 @@ def show_whole_features(model: nn.Module, split: TensorSplit) -> None:
         layout, weight = split.layout(f"{path}.weight"), own_parameters(module).get("weight")
         if type(layout) is not Layout or layout.dim is None or layout.dim > 1 or split.group is None or weight is None:
             continue
+        if isinstance(module, nn.Embedding):  # what is cut of its weight are rows, and its output is whole
+            continue
         is_output = layout.dim == int(is_transposed(module))
         dim = 1 - weight.ndim
         features = _Features(is_output, replace(layout, dim=dim), dim, split.group)
