@@ -292,7 +292,6 @@ class BatchNormCalls(TorchFunctionMode):
 
     Args:
         batch_norm: takes ``(input, running_mean, running_var, weight, bias, momentum, eps)``.
-
     """
 
     def __init__(self, batch_norm: Callable[..., torch.Tensor]) -> None:

@@ -333,10 +333,9 @@ def _composed(
     if is_causal:
         rows = arange(q.shape[-2], device=q.device)
         mask = rows[:, None] >= arange(k.shape[-2], device=q.device)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     if mask is None:
         return attention_dropout(torch.softmax(scores, -1), dropout) @ v
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     blind = (scores == -math.inf).all(-1, keepdim=True)  # queries that see no key: torch's attention returns zeros
     weights = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     return attention_dropout(weights, dropout) @ v

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import cycle
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -231,11 +232,11 @@ class IndependentSamples:
                 return ""
             others = [rows for _, batches in trials for rows in self._run(batches, dim)]
             for number, (half, rows) in enumerate(zip(kept, others, strict=True)):
-                if self._differs(base[min(number, len(base) - 1)], rows, half, batch, dim):
-                    comes_second = number > 0 and len(trials) == 1
-                    [by_itself] = self._run(alone[number][1], dim)
-                    if comes_second and not self._differs(base[0], by_itself, half, batch, dim):
-                        return f"{self._first(trials[0], half, dim)}{_LEFT}"
+                if self._differs(base[min(number, len(base) - 1)], rows, half, batch, base[0], dim):
+                    if number > 0 and len(trials) == 1:  # the batch came second
+                        [by_itself] = self._run(alone[number][1], dim)
+                        if not self._differs(base[0], by_itself, half, batch, base[0], dim):
+                            return f"{self._first(trials[0], half, dim)}{_LEFT}"
                     return f"{self._first(alone[number], half, dim)}{_OTHERS}"
             # What comes from all ranks, from the forward before, or from a generator would be of other samples.
             if self._largest(float(self._kept.any() or self._leaves_tensors or self._draws_otherwise)):
@@ -243,20 +244,22 @@ class IndependentSamples:
             first, least = range(size // 2), _SHAPES if self._plan.precision == "fp32" else _SHAPES_IN_16_BITS
             few = samples_taken(batch, size, first, dim)
             [part] = self._run([few], dim)
-            if self._differs(base[0], part, first, few, dim, least):
+            if self._differs(base[0], part, first, few, part, dim, least):
                 return f"{self._first(([batch], [few]), first, dim)}{_FEWER}"
         return None
 
-    def _differs(self, one: Rows, other: Rows, places: Sequence[int], batch: Any, dim: int, least: float = 0.0) -> bool:
+    def _differs(
+        self, one: Rows, other: Rows, places: Sequence[int], batch: Any, plain: Rows, dim: int, least: float = 0.0
+    ) -> bool:
         """Whether results differ on any rank by more than `least`, and than rounding does. A collective of all ranks.
 
         Args:
-            batch: what gave `other`.
+            batch: what shows how much rounding does. plain: what the model returns for it.
         """
         found = self._largest(_difference(one, other, places))
         if found <= least or found >= max(_LARGE, least):
             return found > least
-        plain, moved = (self._run([batch], dim, rounds=rounds)[0] for rounds in (False, True))
+        [moved] = self._run([batch], dim, rounds=True)
         rounded = self._largest(_difference(plain, moved, range(_size(batch, dim))))
         return found > (_TIMES * rounded if rounded > 0 else _SHAPES)
 
@@ -345,8 +348,8 @@ def _halves(size: int) -> list[list[int]]:
 
 def _with_copies(size: int, kept: Sequence[int]) -> list[int]:
     """Which sample is in each place, where copies of those in `kept` are in the places of the others."""
-    copies = iter(range(size))
-    return [place if place in set(kept) else kept[next(copies) % len(kept)] for place in range(size)]
+    stays, copies = set(kept), cycle(kept)
+    return [place if place in stays else next(copies) for place in range(size)]
 
 
 def _rows(leaf: torch.Tensor, samples: int, dim: int) -> _Rows | None:

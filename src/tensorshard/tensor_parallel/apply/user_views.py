@@ -317,7 +317,7 @@ def _with_features_for_users(features: _Features, hook: Any, takes_output: bool)
 def _register_with_features(
     register: Callable[..., Any], features: _Features, takes_output: bool, /, hook: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    return register(_with_features(features, hook, takes_output), *args, **kwargs)
+    return register(_with_features_for_users(features, hook, takes_output), *args, **kwargs)
 
 
 def _with_features(features: _Features, hook: Callable[..., Any], takes_output: bool) -> Callable[..., Any]:
