@@ -446,7 +446,7 @@ def _randomness_of(
     part = mesh.index("tp"), mesh.degrees["tp"]
     # Under cp, tensor-parallel ranks share each rank's positions, not those of the whole sequence.
     table = getattr(sharded.split, "table", None)
-    sequences = [] if table is None else list(table.sequence.values())
+    sequences = list(getattr(table, "sequence", {}).values())  # none where layers were split by hand
     numbers = ModelRandomness(
         lambda: random.seed,
         trial,
