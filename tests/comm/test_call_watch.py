@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.call_watch import CallWatch
+from tensorshard.comm.call_watch import CallWatch, noted_cause
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.torch_private.process_groups import place_of_wait
 
@@ -43,6 +43,36 @@ def test_different_calls(ranks):
         mine, others = ("save", "step") if rank == 0 else ("step", "save")
         assert cause is not None and f"rank {1 - rank} called {others} while rank {rank} called {mine}" in cause
         assert seconds < 30  # the world's timeout is longer
+
+
+def _outside_of_calls() -> list[str]:
+    watch, rank = _watch(), dist.get_rank()
+    _call(watch, "step")
+    with pytest.raises(RuntimeError) as raised:  # say, one backward more than the other rank
+        all_reduce_(torch.ones(1 + rank), dist.group.WORLD, what=("gradients", "a unit")[rank])
+    assert not watch.is_in_call
+    return [str(raised.value), noted_cause(raised.value) or ""]
+
+
+def test_different_collectives_outside_of_all_calls(ranks):
+    for rank, (message, cause) in enumerate(ranks(2, _outside_of_calls)):
+        assert f"rank {rank} could not finish the all_reduce of {('gradients', 'a unit')[rank]}" in message
+        assert cause.startswith("a forward, backward or read of your own could not end: the ranks [0, 1]")
+        assert "in all_reduce of a unit (8 bytes)" in cause
+        assert "in all_reduce of gradients (4 bytes)" in cause
+
+
+def test_as_many_backwards_are_asked_for(ranks):
+    for cause in ranks(2, _one_backward_more):
+        assert cause is not None and cause.endswith("with fewer micro-batches, one more on a loss times 0")
+
+
+def _one_backward_more() -> str | None:
+    watch, rank = _watch(), dist.get_rank()
+    name = ("engine.backward", "engine.optimizer.step")[rank]
+    with pytest.raises(RuntimeError):
+        _call(watch, name)
+    return watch.explain(name)
 
 
 def _one_fails() -> Any:

@@ -266,8 +266,42 @@ def _nan_on_one_rank(fields: dict[str, Any]) -> tuple[str, bool, list[float]]:
 def test_a_nan_loss_stops_every_rank_and_leaves_the_last_good_state(ranks, fields):
     for message, same, (after, undisturbed) in ranks(2, _nan_on_one_rank, fields):
         assert message.startswith("the loss of step 2 is nan; the step was not taken")
+        assert "On rank 1: the inputs hold nan or infinity in 1 of " in message
+        assert "learning rate" not in message
         assert same
         assert after == undisturbed
+
+
+def _no_label(fields: dict[str, Any], own: bool) -> tuple[str, float]:
+    """What a step says of whose last samples no label counts; and the loss where the batch without one counts 0."""
+    torch.manual_seed(0)
+    engine = ts.parallelize(nn.Linear(4, 3), ts.Plan(**fields), optimizer=SGD, loss_fn=nn.functional.cross_entropy)
+    x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 0, -100, -100, -100, -100])
+    x, y = (tensor.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for tensor in (x, y))
+    with pytest.raises(NonFiniteLossError) as raised:
+        if own:
+            engine.backward(nn.functional.cross_entropy(engine.model(x), y))
+            engine.optimizer.step()
+        else:
+            engine.step(x, y)
+    engine.optimizer.zero_grad()
+    total = nn.functional.cross_entropy(engine.model(x), y, reduction="sum")
+    return str(raised.value), engine.backward((total, (y != -100).sum())).item()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields", "own"),
+    [(2, dict(zero=0), False), (2, dict(zero=3), True), (1, dict(micro_batches=2), False)],
+    ids=["ranks", "own", "micro_batches"],
+)
+def test_a_mean_over_no_label_is_named(ranks, world_size, fields, own):
+    for message, loss in ranks(world_size, _no_label, fields, own):
+        assert "A mean over nothing is nan" in message and "(sum, count)" in message
+        assert "learning rate" not in message
+        where = {True: "The loss of rank 1 is not finite, and that of rank 0 is", False: "no target counts"}[own]
+        assert where in message
+        assert ("in one of 2 micro-batches: all are -100" in message) is (world_size == 1)
+        assert 0 < loss < 5
 
 
 class Cusp(nn.Module):

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.collectives import awaited
+from tensorshard.comm.collectives import awaited, collectives_made, explainers
 from tensorshard.comm.world import world
 from tensorshard.torch_private.process_groups import backend_name, default_store, place_of_wait
 
@@ -48,6 +48,8 @@ _ALARM = "alarm"
 _TAG = 0x7453_6842  # of a message that nobody sends
 _NO_END = " could not end: "  # between a call and its cause
 _MANY_RANKS = 64  # above, states are read less often
+_OUTSIDE = "a forward, backward or read of your own"  # where no call is under way
+_SAME = "every rank makes the same calls in the same order"
 
 # Gloo's and NCCL's words when another rank did not come, or is gone.
 _SIGNS = (
@@ -63,12 +65,33 @@ def is_of_collective(error: BaseException) -> bool:
 
 def add_cause(error: BaseException, call: str, cause: str) -> None:
     """Notes at the `error` of a collective why `call` could not end: the `cause` is what other ranks do."""
-    error.add_note(f"{call}{_NO_END}{cause}. The process group is of no more use: end the processes")
+    error.add_note(with_cause(call, cause))
+
+
+def with_cause(call: str, cause: str) -> str:
+    """The sentence about a `call` that could not end."""
+    return f"{call}{_NO_END}{cause}. The process group is of no more use: end the processes"
 
 
 def noted_cause(error: BaseException) -> str | None:
-    """What :func:`add_cause` has noted at `error`; None if it has not."""
-    return next((note for note in getattr(error, "__notes__", ()) if _NO_END in note), None)
+    """The sentence of :func:`with_cause` at `error`; None if there is none."""
+    return next((said for said in (*getattr(error, "__notes__", ()), str(error)) if _NO_END in said), None)
+
+
+def _explain_outside(error: RuntimeError) -> None:
+    """Notes at the `error` of a collective outside of any Engine's call why it could not end."""
+    watches = list(_WATCHES)
+    if any(watch.is_in_call for watch in watches):
+        return  # which notes it
+    for watch in watches:
+        cause = watch.explain(_OUTSIDE)
+        if cause is not None:
+            add_cause(error, _OUTSIDE, cause)
+            return
+
+
+_WATCHES: "weakref.WeakSet[CallWatch]" = weakref.WeakSet()
+explainers.append(_explain_outside)
 
 
 class CallWatch:
@@ -132,6 +155,7 @@ class CallWatch:
         made = store.add(f"tensorshard/watches/{self._rank}", 1)  # the same number on all ranks
         self._store = dist.PrefixStore(f"tensorshard/calls/{made}", store.clone())  # type: ignore[attr-defined]  # as threads need it; torch's types lack it
         self._write()
+        _WATCHES.add(self)
         stop = threading.Event()
         thread = threading.Thread(target=_look, args=(weakref.ref(self), stop, pause), daemon=True, name="call watch")
         thread.start()
@@ -159,6 +183,11 @@ class CallWatch:
         self._done += 1
         self._call = None
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether one of the calls that all ranks make is under way."""
+        return self._call is not None
+
     def explain(self, call: str) -> str | None:
         """Why a collective of the `call` that just failed has failed, as far as other ranks have said."""
         if self._store is None:
@@ -184,21 +213,22 @@ class CallWatch:
             self._beat += 1
             self._write()
             self._answer_alarm()
-        if self._call is None or self._looks < _UNCHANGED or self.verdict is not None:
+        if self._looks < _UNCHANGED or self.verdict is not None or (self._call is None and self._failed is not None):
             return
         place = place_of_wait(self._thread)
-        self._waits = self._waits + 1 if place is not None and place == self._waits_at else 0
-        self._waits_at = place
+        now_at = place, collectives_made()  # a frame may have the place of an earlier one
+        self._waits = self._waits + 1 if place is not None and now_at == self._waits_at else 0
+        self._waits_at = now_at
         if not self._waits:
             self._heard.clear()
         if self._waits < _WAITS or self._waits % (1 + self._size // _MANY_RANKS):
             return
-        call, states = self._call, self._read()
+        call, states = self._call or _OUTSIDE, self._read()
         for rank, state in states.items():
             if self._heard.get(rank, (-1, 0))[0] != state["beat"]:
                 self._heard[rank] = (state["beat"], self._waits)
         culprit, cause = self._cause(states, call)
-        if cause is None:
+        if cause is None and self._call is not None:
             culprit, cause = self._stall(states, call)
         if cause is not None and now == (self._done, self._begun, self._call, self._failed):
             self._raise_alarm(culprit, cause, fatal=True)
@@ -208,7 +238,7 @@ class CallWatch:
                 logger.error("rank %d waits in %s, and will do so until the timeout: %s", self._rank, call, cause)
                 if self.end_process is not None:
                     self.end_process(cause)
-        elif cause is None and self._waits >= _SAYS and not self._said:
+        elif cause is None and self._call is not None and self._waits >= _SAYS and not self._said:
             self._say_who_is_missing(call, states)
 
     def _missing(self, states: Mapping[int, Any], call: str) -> list[int]:
@@ -299,10 +329,15 @@ class CallWatch:
                 return rank, f"rank {rank} failed in {state['failed']}"
         for rank, state in states.items():
             now = (state["done"], state["begun"]) == (self._done, self._begun)
-            if state["call"] not in (None, call) and now:
-                return rank, (
-                    f"rank {rank} called {state['call']} while rank {self._rank} called {call}; every rank makes the "
-                    f"same calls in the same order, also those that only one rank needs (no `if rank == 0` around them)"
+            if state["call"] not in (None, call) and now and call != _OUTSIDE:
+                calls = {state["call"], call}
+                if calls == {"engine.backward", "engine.optimizer.step"}:
+                    also = "as many of engine.backward, too: with fewer micro-batches, one more on a loss times 0"
+                else:
+                    also = "also those that only one rank needs (no `if rank == 0` around them)"
+                return (
+                    rank,
+                    f"rank {rank} called {state['call']} while rank {self._rank} called {call}; {_SAME}, {also}",
                 )
         for rank, state in states.items():
             if state["ended"]:
@@ -351,7 +386,8 @@ class CallWatch:
         return odd, (
             f"the ranks {mine['ranks']}{axis} wait in different collectives of {call}, call {self._done + 1}: rank "
             f"{self._rank} in {named[self._rank]}{at}, and rank {odd} in {named[odd]}: "
-            f"{self._place(odd, others[odd])}. Tensors of other shapes, or another branch in the model, do that"
+            f"{self._place(odd, others[odd])}. Tensors of other shapes, another branch in the model, or "
+            f"unequal numbers of forwards or backwards do that"
         )
 
     def _waiting(self) -> dict[str, Any]:

@@ -113,9 +113,12 @@ class _Call:
 
     under_way: "ClassVar[_Call | None]" = None
     """The collective whose send or receive is being made."""
+    made: ClassVar[int] = 0
+    """How many there were in this process."""
 
     def __init__(self, name: str, what: str, nbytes: int, group: dist.ProcessGroup, waits: bool) -> None:
         self.name, self.waits = name, waits
+        _Call.made += 1
         self._description = f"{name} of {what} ({nbytes} bytes)" if what else f"{name} of {nbytes} bytes"
         self.group = group
         self.tag = zlib.crc32(self._description.encode()) >> 1 | 1  # a positive int of 31 bits; torch's own is 0
@@ -146,13 +149,16 @@ class _Call:
         """The error to raise in place of Gloo's `error`."""
         ranks = dist.get_process_group_ranks(self.group)
         cause = (str(error).splitlines() or ["no reason given"])[0]
-        return CollectiveMismatchError(
+        mismatch = CollectiveMismatchError(
             f"rank {ranks[self.group.rank()]} could not finish the {self._description} over the ranks {ranks}, as "
             f"another rank has failed, has ended its loop (a stream with fewer batches, say), has made another call, "
             f"or took a branch without this one. Every rank of a group must make the same calls in the same order: do "
             f"not compute on split or sharded tensors under an `if rank == 0`, or depending on a rank's own data, and "
             f"take equally many batches on every rank. Its transfer ended with: {cause}"
         )
+        for explain in explainers:
+            explain(mismatch)
+        return mismatch
 
 
 def awaited(frame: FrameType | None) -> tuple[str, dist.ProcessGroup] | None:
@@ -174,6 +180,15 @@ def awaited(frame: FrameType | None) -> tuple[str, dist.ProcessGroup] | None:
                 return f"{frame.f_code.co_name}{f' of shapes {shapes}' if shapes else ''}", group
         frame = frame.f_back
     return None
+
+
+def collectives_made() -> int:
+    """How many collectives of sends and receives this process has begun."""
+    return _Call.made
+
+
+explainers: list[Callable[[RuntimeError], None]] = []
+"""Called with the error of a collective that could not end: who knows what the other ranks do notes that at it."""
 
 
 def collective_under_way() -> tuple[str, bool] | None:

@@ -28,6 +28,7 @@ from tensorshard.engine.guards.own_collectives import OwnCollectives, explained
 from tensorshard.engine.guards.replay import compare_repeated
 from tensorshard.engine.guards.state_dicts import guard_optimizer_state, guard_state_dicts
 from tensorshard.engine.guards.uneven_means import UnevenMeans, check_independent_samples
+from tensorshard.engine.guards.wrong_batch import cause_in_batches
 from tensorshard.engine.last_batch import BatchShares
 from tensorshard.engine.loader import EngineLoaders
 from tensorshard.engine.loop_methods import LoopMethods
@@ -437,7 +438,11 @@ class Engine(LoopMethods, StateMethods):
             factor = None
             self._gradients.call_parameter_hooks()
         if not self._launched_update(mean, factor):
-            checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count)
+            try:
+                checked = self._gradients.prepare(mean, factor, steps_taken=self.step_count)
+            except NonFiniteLossError as error:
+                cause = cause_in_batches(self.mesh, inputs, targets, self.plan.micro_batches)
+                raise NonFiniteLossError(error.fact, cause) from None
             if checked is not None:
                 self._update.step(self._gradients.trained.values(), checked.scale)
         self._optimizer.zero_grad(set_to_none=True)

@@ -24,6 +24,9 @@ GradientHook = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
 _SMALLEST_SCALE = 1.0
+_USUAL_REMEDIES = (
+    "A lower learning rate, clip_grad_norm, or precision='bf16' or 'fp32' instead of 'fp16' are the usual remedies"
+)
 
 # The largest relative difference between ranks, in the norm of gradients that all hold, that rounding explains.
 _ROUNDING = 1e-3
@@ -69,7 +72,16 @@ class LossScaler:
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken."""
+    """The loss (or the gradient's norm) of a step is not a finite number; the step was not taken.
+
+    Args:
+        fact: what is not finite, at which step.
+        cause: where it comes from, and what would work, if that is known.
+    """
+
+    def __init__(self, fact: str, cause: str | None = None) -> None:
+        super().__init__(f"{fact}. {cause or _USUAL_REMEDIES}")
+        self.fact = fact
 
 
 class GradientNorm(float):
@@ -423,8 +435,7 @@ def _check_finite(value: torch.Tensor, what: str, steps_taken: int) -> None:
         return
     raise NonFiniteLossError(
         f"the {what} of step {steps_taken + 1} is {value.item()}; the step was not taken, so weights and "
-        f"optimizer are those after step {steps_taken}. A lower learning rate, clip_grad_norm, or "
-        f"precision='bf16' or 'fp32' instead of 'fp16' are the usual remedies"
+        f"optimizer are those after step {steps_taken}"
     )
 
 

@@ -18,10 +18,11 @@ from tensorshard.comm.call_watch import CallWatch
 from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.engine.combined_optimizer import methods_beside_step
-from tensorshard.engine.gradients import FinalGradients, LossScaler, clip_factor
+from tensorshard.engine.gradients import FinalGradients, LossScaler, NonFiniteLossError, clip_factor
 from tensorshard.engine.guards.foreign_optimizers import ModuleChanges
 from tensorshard.engine.guards.own_collectives import explained
 from tensorshard.engine.guards.uneven_means import UnevenMeans
+from tensorshard.engine.guards.wrong_batch import cause_in_batches
 from tensorshard.engine.loss import GlobalLoss, LossTally, check_has_gradient, sum_and_count
 from tensorshard.engine.manual_forwards import ManualForwards
 from tensorshard.engine.optimizer import StepCounter, TrainedParameters
@@ -85,6 +86,8 @@ class ManualLoop:
         self._global_loss: GlobalLoss | None = None  # of the latest micro-batch
         self._hooked = False  # hooks of parameters were called with the gradients that are there
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients from before the step under way
+        self._losses: list[torch.Tensor] = []  # of the backwards since the latest update, on this rank
+        self._global_means: list[torch.Tensor] = []  # those over all ranks
         self._replace_methods(optimizer)
 
     def _replace_methods(self, optimizer: torch.optim.Optimizer) -> None:
@@ -170,6 +173,7 @@ class ManualLoop:
                 "engine.backward was given a mean for one micro-batch and (sum, count) for another of the same step; "
                 "give all of them in one form"
             )
+        self._losses.append(total.detach())
         weight: Any = self._scaler.scale if self._scaler is not None else 1.0
         if share:
             self._means.note_loss(total)
@@ -198,7 +202,8 @@ class ManualLoop:
             self._complete(micro_batches / (self._done + 1) if self._ends and self._tally is None else None)
         self._done = micro_batches if last else self._done + 1
         self._calls += 1
-        return self._global_loss.mean()
+        self._global_means.append(self._global_loss.mean())
+        return self._global_means[-1].clone()
 
     def _begin(self, counted: bool) -> None:
         self._tally = LossTally(self._mesh) if counted else None
@@ -248,7 +253,7 @@ class ManualLoop:
         self._tally = self._global_loss = None
         if 0 < self._done < self._plan.micro_batches:
             self._sharded.abandon_step()
-        self._earlier = []
+        self._earlier, self._losses, self._global_means = [], [], []
         self._hooked = False
         self._done = 0
         self._backwards.forget()
@@ -322,7 +327,13 @@ class ManualLoop:
         if not self._hooked:  # user code has called loss.backward() itself
             self._call_parameter_hooks()
         self._gradients.check_equal_on_tensor_ranks()
-        checked = self._gradients.prepare(None, None, steps_taken=self._steps.taken)
+        try:
+            # Means over nothing are NaN on one rank alone, and give no gradient. In fp16 a loss may overflow.
+            loss = torch.stack(self._global_means).sum() if self._global_means and self._scaler is None else None
+            checked = self._gradients.prepare(loss, None, steps_taken=self._steps.taken)
+        except NonFiniteLossError as error:
+            raise NonFiniteLossError(error.fact, cause_in_batches(self._mesh, losses=self._losses)) from None
+        self._losses, self._global_means = [], []
         if checked is None:
             return False
         self._gradients.scale(checked.scale)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.call_watch import CallWatch, add_cause, is_of_collective
+from tensorshard.comm.call_watch import CallWatch, add_cause, is_of_collective, with_cause
+from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.comm.world import world
 from tensorshard.model.call_stack import users_line
 from tensorshard.plan.plan import Plan
@@ -130,6 +131,8 @@ def explained(call: str, watch: CallWatch | None = None, *, counted: bool = True
             )
         if is_of_collective(error):
             cause = None if watch is None else watch.explain(call)
+            if cause is not None and not isinstance(error, CollectiveMismatchError):  # torch's own words
+                raise CollectiveMismatchError(with_cause(call, cause)) from error
             if cause is not None:
                 add_cause(error, call, cause)
             else:

@@ -1,4 +1,5 @@
-"""Explains torch's and Python's short errors about a batch that does not fit the model or the loss.
+"""Explains torch's and Python's short errors about a batch that does not fit the model or the loss, and losses that
+are not finite because of their batch.
 
 This happens only after an error, so a batch that fits costs nothing.
 
@@ -9,7 +10,8 @@ and another rank's targets, or on halves of different samples.
 """
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,6 +129,57 @@ def _missing_rows(error: BaseException, model: nn.Module, inputs: Any) -> str | 
 
 def _ranges(tensors: list[torch.Tensor]) -> str:
     return " and ".join(f"{int(t.min())} to {int(t.max())}" for t in tensors)
+
+
+def cause_in_batches(
+    mesh: Mesh, inputs: Any = None, targets: Any = None, micro_batches: int = 1, losses: Sequence[torch.Tensor] = ()
+) -> str | None:
+    """What makes a loss NaN or infinite, if it stands in some rank's batch, and what would work. Collective: all ranks.
+
+    Args:
+        inputs, targets: of this rank.
+        losses: of this rank's micro-batches, where the targets are not known.
+    """
+    mine = _without_number(inputs, targets, micro_batches), [loss.item() for loss in losses]
+    reports: list[Any] = [mine] * mesh.world_size
+    if mesh.world_size > 1:
+        dist.all_gather_object(reports, mine, group=mesh.world_group)
+    for rank, (found, _) in enumerate(reports):
+        if found is not None:
+            return str(found) if mesh.world_size == 1 else f"On rank {rank}: {found}"
+    bad = [rank for rank, (_, values) in enumerate(reports) if not all(map(math.isfinite, values))]
+    if not bad or len(bad) == mesh.world_size:
+        return None
+    return (
+        f"The loss of rank {bad[0]} is not finite, and that of rank {min({*range(mesh.world_size)} - {*bad})} is: look "
+        f"at its batch. {_NO_LABEL}"
+    )
+
+
+_NO_LABEL = (
+    "A mean over nothing is nan, such as that of a batch without a label that counts: give the loss as (sum, count) "
+    "instead, of cross_entropy(..., reduction='sum') and (targets != -100).sum() for instance, or take "
+    "loss_fn=ts.model_loss for a model that computes its own loss"
+)
+
+
+def _without_number(inputs: Any, targets: Any, micro_batches: int) -> str | None:
+    for what, batch in (("inputs", inputs), ("targets", targets)):
+        for tensor in tree_tensors(batch):
+            # -inf is what masks hold.
+            wrong = int((tensor.isnan() | (tensor == math.inf)).sum()) if tensor.is_floating_point() else 0
+            if wrong:
+                return (
+                    f"the {what} hold nan or infinity in {wrong} of {tensor.numel()} elements (of "
+                    f"{describe_batch(tensor)}). Mend these samples, or leave them out"
+                )
+    for tensor in tree_tensors(inputs if targets is None else targets):
+        is_label = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dim()
+        for part in tensor.tensor_split(micro_batches) if is_label else ():
+            if part.numel() and int(part.max()) == int(part.min()) < 0:
+                of_part = f" in one of {micro_batches} micro-batches" if micro_batches > 1 else ""
+                return f"no target counts{of_part}: all are {int(part.max())}. {_NO_LABEL}"
+    return None
 
 
 class SameBatch:
