@@ -28,6 +28,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that is the same for a tensor and its views."""
+    if tensor.layout not in (torch.strided, torch.jagged):
+        return -id(tensor)  # a sparse one has no memory of its own
     return storage_address(tensor.untyped_storage())
 
 

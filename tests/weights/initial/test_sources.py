@@ -1,14 +1,18 @@
 """Models that cannot be recorded, that are already built, or that are on the meta device."""
 
+import copy
 import functools
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import tensorshard as ts
 from peak_memory import peak_memory_of
 from rank_pool import RankPool
 from tensorshard.weights.initial import HeldTensors, Recording, TensorSource, from_meta, from_module, record
@@ -348,3 +352,39 @@ def test_a_view_of_a_parameter_in_an_attribute_is_refused() -> None:
     with pytest.raises(ValueError, match=r"attribute '0.held\[0\]' \(of a list\) .* parameter '0.weight'"):
         from_module(module)
     assert not module[0].weight.is_meta
+
+
+class WithSparseBuffer(nn.Module):
+    """Mixes the features by a constant sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.register_buffer("mix", torch.eye(6).roll(1, 0).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net((self.mix @ x.T).T)
+
+
+def _sparse_buffer(fields: dict) -> float:
+    torch.manual_seed(0)
+    model = WithSparseBuffer()
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+    plan = ts.Plan(**fields)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = ts.parallelize(model, plan, optimizer=sgd, loss_fn=F.mse_loss, sample_inputs=(x,))
+    index, n = engine.mesh.dp_rank, engine.mesh.dp_size
+    optimizer, gap = sgd(alone.parameters()), 0.0
+    for _ in range(3):
+        loss = F.mse_loss(alone(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gap = max(gap, abs(engine.step(x.chunk(n)[index], y.chunk(n)[index]).item() - loss.item()))
+    return gap
+
+
+@pytest.mark.parametrize("fields", [dict(zero=1), dict(zero=3), dict(tp=2), dict(pp=2, micro_batches=2)], ids=str)
+def test_a_sparse_buffer_that_is_in_no_state_dict_stays_as_it_is(ranks, fields):
+    assert max(ranks(2, _sparse_buffer, fields)) < 2e-6

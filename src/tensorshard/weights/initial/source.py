@@ -164,6 +164,7 @@ def move_to_meta(
                 f"{what} is a torch.jit.ScriptModule, whose parameters cannot be replaced: hand over the module from "
                 f"before torch.jit.script or torch.jit.trace; Plan(compile=True) compiles blocks"
             )
+    _unregister_sparse_buffers(module)
     originals = dict(named_tensors(module))  # kept to the end: ids and storages are the keys below
     for name, tensor in originals.items():
         if is_lazy(tensor):
@@ -172,7 +173,10 @@ def move_to_meta(
                 "model before handing it over, or give the module its input size"
             )
         if tensor.layout != torch.strided:
-            raise ValueError(f"{name!r} is a {tensor.layout} tensor; only dense (torch.strided) ones can be laid out")
+            raise ValueError(
+                f"{name!r} is a {tensor.layout} tensor, and parameters and the buffers of a state dict are dense "
+                f"(torch.strided) ones: register a sparse buffer with persistent=False, or keep its indices and values"
+            )
     storages: dict[int, torch.UntypedStorage] = {}
     with unset_fake_temporarily():
         fake_copies = {id(tensor): _on_meta(tensor, storages, hidden) for tensor in originals.values()}
@@ -189,6 +193,15 @@ def move_to_meta(
         made: dict[int, Any] = {}
         for place, _ in list(references_to(module, lambda tensor: id(tensor) not in registered)):
             swap_in(place, lambda tensor: tensor if id(tensor) in registered else attribute(tensor), made)
+
+
+def _unregister_sparse_buffers(module: nn.Module) -> None:
+    """Makes attributes of the sparse buffers that are in no state dict: each rank has such a constant as it is."""
+    for owner in every_module(module).values():
+        sparse = {name: buffer for name, buffer in own_buffers(owner).items() if buffer.layout != torch.strided}
+        for name in sparse.keys() - owner.state_dict().keys() if sparse else ():
+            delattr(owner, name)
+            setattr(owner, name, sparse[name])
 
 
 def _check_no_views(module: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
