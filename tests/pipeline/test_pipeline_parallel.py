@@ -441,6 +441,33 @@ def test_a_loss_that_is_not_finite_is_said_on_every_stage_and_leaves_no_trace(ra
         assert "the loss of step 2 is nan" in message and count == 2
 
 
+def _steps_around_a_loss_that_fails(fields: dict[str, Any], failing: int) -> list[float]:
+    def loss_fn(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if failing == len(losses):
+            raise ZeroDivisionError("made by the test")
+        return nn.functional.cross_entropy(output, labels)
+
+    losses: list[float] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=sgd, loss_fn=loss_fn, sample_inputs=torch.ones(4, 6))
+    for step in range(4):
+        x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)), torch.arange(8) % 6
+        try:
+            losses.append(engine.step(x, y).item())
+        except ZeroDivisionError:
+            losses.append(0.0)
+    return losses
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_training_goes_on_after_a_loss_that_failed(ranks, failing):
+    alone = ranks(1, _steps_around_a_loss_that_fails, dict(micro_batches=2), failing)[0]
+    for losses in ranks(2, _steps_around_a_loss_that_fails, dict(pp=2, micro_batches=2), failing):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=1e-6)
+
+
 class CountsCalls(nn.Module):
     """The statistics of its norm would be changed by two stages."""
 

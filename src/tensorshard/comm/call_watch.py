@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.collectives import awaited, collectives_made, explainers
+from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.comm.world import world
-from tensorshard.torch_private.process_groups import backend_name, default_store, place_of_wait
+from tensorshard.torch_private.process_groups import backend_name, default_store, group_timeout, place_of_wait
 
 logger = logging.getLogger("tensorshard")
 
@@ -49,6 +50,7 @@ _TAG = 0x7453_6842  # of a message that nobody sends
 _NO_END = " could not end: "  # between a call and its cause
 _MANY_RANKS = 64  # above, states are read less often
 _OUTSIDE = "a forward, backward or read of your own"  # where no call is under way
+_HERE = "An earlier call failed on this rank, and the script went on"
 _SAME = "every rank makes the same calls in the same order"
 
 # Gloo's and NCCL's words when another rank did not come, or is gone.
@@ -167,6 +169,8 @@ class CallWatch:
         if self._store is None or self._call is not None:
             yield
             return
+        if self._failed is not None:
+            self._await_others(call)
         failed, self._failed = self._failed, None
         self._begun += 1
         self._thread, self._call = threading.get_ident(), call
@@ -182,6 +186,26 @@ class CallWatch:
             raise
         self._done += 1
         self._call = None
+
+    def _await_others(self, call: str) -> None:
+        """Waits, before the first call after one that failed here, until that one has failed on every rank.
+
+        Otherwise what this rank sends next would meet what the others still send in that one.
+
+        Raises:
+            CollectiveMismatchError: it did not fail on another rank.
+        """
+        failed = f"{_HERE}: {self._failed}"
+        for _ in range(int(group_timeout(self._groups[0], torch.device("cpu")).total_seconds() / self._pause)):
+            states = self._read()
+            apart = [rank for rank, state in states.items() if state["ended"] or state["done"] > self._done]
+            cause = self._told() or (f"rank {apart[0]} has ended, or ended that call. {failed}" if apart else None)
+            if cause is not None:
+                raise CollectiveMismatchError(with_cause(call, cause))
+            if states and all(_failures(state) >= self._begun - self._done for state in states.values()):
+                return
+            threading.Event().wait(self._pause)
+        raise CollectiveMismatchError(with_cause(call, f"not every rank has failed as well. {failed}"))
 
     @property
     def is_in_call(self) -> bool:
@@ -453,6 +477,11 @@ def _process_state(state: Mapping[str, Any]) -> str | None:
     except (OSError, IndexError):
         return "gone"
     return "gone" if letter in "ZX" else "T" if letter in "Tt" else "runs"
+
+
+def _failures(state: Mapping[str, Any]) -> int:
+    """How many calls of a rank have failed."""
+    return int(state["begun"] - state["done"] - (state["call"] is not None))
 
 
 def _look(watch: "weakref.ref[CallWatch]", stop: threading.Event, pause: float) -> None:

@@ -224,9 +224,9 @@ class ForeignBackwards:
             raise RuntimeError(
                 f"{call} was called with gradients to which another Engine's backward has added, through this Engine's "
                 f"model, under a plan with {', and '.join(self._losses)}: call engine.optimizer.zero_grad() after that "
-                f"backward, or let this model's parameters need no gradient in it (requires_grad_(False)). To train both "
-                f"models by one loss, make one Engine of both, as of torch.nn.ModuleDict, or take precision='bf16' and "
-                f"micro_batches=1"
+                f"backward, or let this model's parameters need no gradient in it (requires_grad_(False)). To train "
+                f"both models by one loss, make one Engine of both, as of torch.nn.ModuleDict, or take "
+                f"precision='bf16' and micro_batches=1"
             )
 
     def forget(self) -> None:

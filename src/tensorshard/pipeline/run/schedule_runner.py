@@ -121,6 +121,11 @@ class PipelineRunner:
 
         self._drive(micro_batches, done, lambda schedule, target: schedule.eval(target=target, return_outputs=False))
 
+    def forget_latest(self) -> None:
+        """Called after a step whose loss has failed, on all ranks."""
+        for stage in self._scheduled:
+            stage.forget_latest()
+
     def _drive(
         self,
         micro_batches: Sequence[Any],

@@ -80,12 +80,18 @@ class _Absent:
         self._known: dict[int, tuple[Cut, frozenset[int]]] = {}
         self._learned: dict[int, tuple[Cut, frozenset[int]]] = {}
         self._left = 0  # micro-batches of this step
+        self._recent: set[int] = set()  # cuts of which the latest step has shown it
 
     def begin(self, micro_batches: int) -> None:
         """Called before each step. What a failed step has learned is forgotten."""
-        if not self._left:
-            self._known |= self._learned
+        self._recent = set() if self._left else self._learned.keys() - self._known.keys()
+        self._known |= {} if self._left else self._learned
         self._learned, self._left = {}, micro_batches
+
+    def forget_latest(self) -> None:
+        """Called after a step whose loss has failed: it had no gradients."""
+        for cut in self._recent:
+            del self._known[cut]
 
     def of(self, cut: Cut) -> frozenset[int] | None:
         """Places of the tensors without gradients; None in the first step with `cut`."""
@@ -94,9 +100,10 @@ class _Absent:
 
     def learn(self, cut: Cut, gradients: Sequence[torch.Tensor | None]) -> None:
         """Called once with the gradients of each micro-batch."""
-        absent = frozenset(place for place, gradient in enumerate(gradients) if gradient is None)
-        before = self._learned.get(id(cut), (cut, absent))[1]
-        self._learned[id(cut)] = cut, absent & before
+        if id(cut) not in self._known:
+            absent = frozenset(place for place, gradient in enumerate(gradients) if gradient is None)
+            before = self._learned.get(id(cut), (cut, absent))[1]
+            self._learned[id(cut)] = cut, absent & before
         self._left -= 1
 
 
@@ -146,6 +153,11 @@ class ScheduledStage(ScheduleStage):
         self._under_way.clear()
         self._absent_received.begin(len(inputs))
         self._absent_sent.begin(len(inputs))
+
+    def forget_latest(self) -> None:
+        """Forgets what a step, whose loss has failed, has shown of gradients."""
+        self._absent_received.forget_latest()
+        self._absent_sent.forget_latest()
 
     def _of(self, index: int) -> _MicroBatch:
         if index not in self._batches:
