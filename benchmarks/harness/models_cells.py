@@ -59,6 +59,7 @@ class Cell:
         split_share: share of the weights that tp splits.
         kept_share: share of the weights that tp splits only in memory. Every rank computes with all of them.
         gathered: names of operations that cp computed on whole sequences, since no rule knows them.
+        samples: whether each sample was seen to be computed alone, or why not; "" where the batch is not cut.
         cpu_seconds, wall_seconds: of ``parallelize`` on the first rank.
         compared: "fp32", "fp64" if fp32 left doubt, or "bf16"; with ", compiled" if one process was compiled too.
         with_samples: the result with ``sample_inputs``, if the default call was not exact or split nothing.
@@ -71,6 +72,7 @@ class Cell:
     split_share: float | None = None
     kept_share: float | None = None
     gathered: list[str] = field(default_factory=list)
+    samples: str = ""
     cpu_seconds: float | None = None
     wall_seconds: float | None = None
     compared: str = "fp32"
@@ -201,6 +203,7 @@ class CellRunner:
         trained: Trained = torch.load(path, **_SAVE)
         Path(path).unlink()
         cell = Cell("exact", split_share=trained.split_share, kept_share=trained.kept_share, gathered=trained.gathered)
+        cell.samples = trained.samples
         cell.cpu_seconds, cell.wall_seconds = round(trained.cpu_seconds, 2), round(trained.wall_seconds, 2)
         return cell, trained
 

@@ -58,8 +58,10 @@ def _known(results: dict[str, FamilyResults]) -> Cells:
 
 def _counts(cells: Cells) -> str:
     """A row for each plan: how many models have each status."""
-    lines = [_line(["plan", "models", *STATUSES, "exact with `sample_inputs`, too", "seconds to parallelize"])]
-    lines.append(_line(["---", *["---:"] * (len(STATUSES) + 3)]))
+    lines = [
+        _line(["plan", "models", *STATUSES, "exact with `sample_inputs`, too", "samples", "seconds to parallelize"])
+    ]
+    lines.append(_line(["---", *["---:"] * (len(STATUSES) + 4)]))
     for plan, plan_case in PLANS.items():
         those = [(case, cell) for case, key, cell in cells if key == plan]
         if not those:
@@ -73,7 +75,7 @@ def _counts(cells: Cells) -> str:
         spent = f"{median(seconds):.1f} (at most {max(seconds):.0f})" if seconds else ""
         samples = str(helped) if plan_case.takes_samples else ""
         label = plan_case.label + (", sequence models" if of_sequences else "")
-        lines.append(_line([label, str(len(those)), *map(str, counts), samples, spent]))
+        lines.append(_line([label, str(len(those)), *map(str, counts), samples, _verdicts(those), spent]))
     exact = [cell for _, key, cell in cells if key == "tp" and cell.status == "exact"]
     split = [cell.split_share or 0.0 for cell in exact]
     computed = [(cell.split_share or 0.0) - (cell.kept_share or 0.0) for cell in exact]
@@ -91,6 +93,12 @@ def _counts(cells: Cells) -> str:
     if cut:
         lines += ["", _gathered_operations(cut)]
     return "\n".join(lines)
+
+
+def _verdicts(cells: Sequence[tuple[Case, Cell]]) -> str:
+    """How many models compute each sample by itself, as the Engine has asked, and of how many it could not tell."""
+    counts = Counter(cell.samples for _, cell in cells if cell.samples)
+    return "; ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
 
 
 def _gathered_operations(cells: Sequence[Cell]) -> str:

@@ -35,6 +35,7 @@ class Trained:
         kept_share: share of the weights that tp splits only in memory. Every rank computes with all of them.
         gathered: names of operations that cp computed on whole sequences.
         moved: how far training took each entry of the state dict, at most.
+        samples: whether each sample was seen to be computed alone, or why not.
     """
 
     losses: list[float]
@@ -45,6 +46,7 @@ class Trained:
     kept_share: float | None = None
     gathered: list[str] = field(default_factory=list)
     moved: dict[str, float] = field(default_factory=dict)
+    samples: str = ""
 
 
 def build(case: Case, dtype: torch.dtype = torch.float32, drops: bool = True) -> nn.Module:
@@ -137,7 +139,8 @@ def train_under(
     gathered = sorted({operation for operation, _ in engine.sharded.sequences.gathered_operations})
     progress["stage"] = "state"
     state = engine.full_state_dict()
-    return Trained(losses, state, wall, cpu, share, getattr(table, "kept_share", None), gathered)
+    kept = getattr(table, "kept_share", None)
+    return Trained(losses, state, wall, cpu, share, kept, gathered, samples=engine._samples.verdict)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -116,6 +116,9 @@ class IndependentSamples:
             have one.
         numbers: says what random numbers belong to; None to each rank.
         is_asked: whether to do this at all.
+
+    Attributes:
+        verdict: whether each sample was seen to be computed alone, or why this was not asked or not seen; "" before.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class IndependentSamples:
     ) -> None:
         self._sharded, self._plan, self._mesh, self._device = sharded, plan, mesh, device
         self._inside, self._run_model, self._numbers = inside, run, numbers
+        self.verdict = ""
         self._given: list[Any] = []
         self._is_cut = False  # whether the batch is known to have its samples in the first dimension
         self._kept = KeptResults(mesh.dp_group)
@@ -179,7 +183,11 @@ class IndependentSamples:
         # weights would write them again.
         writers = self._sharded.writers
         writes = self._weights() != self._noted_weights if writers is None else bool(writers > 0)
-        if self._largest(float(batch is None or writes or (numbers is not None and numbers.belong_to_rows))):
+        of_rows = numbers is not None and numbers.belong_to_rows
+        whys = ("", "random numbers belong to rows", "a forward writes weights", "there are no two samples")
+        why = whys[int(self._largest(float(3 if batch is None else 2 if writes else of_rows)))]
+        if why:
+            self.verdict = f"not asked: {why}"
             return
         with ExitStack() as stack:
             stack.enter_context(self._inside())
@@ -189,6 +197,7 @@ class IndependentSamples:
             if message is not None and not self._is_cut and not self._largest(float(_size(batch, 1) < 2)):
                 message = message if self._fault(batch, 1) is not None else None
         self._states = None
+        self.verdict = "not seen" if message == "" else "alone"
         if message:
             raise RuntimeError(message)
 
