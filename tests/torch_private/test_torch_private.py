@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import pytest
 import torch
@@ -16,8 +16,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import tensorshard
+from tensorshard.torch_private.coalescing import chunk_cat
+from tensorshard.torch_private.recomputation import repeated_forwards
 
 _PACKAGE = Path(tensorshard.__file__).parent
 _PRIVATE = "torch_private"
@@ -277,3 +280,30 @@ def _public_names(node: ast.Assign) -> list[str]:
 def test_each_name_says_why_where_and_what_else(name, text):
     for part in ("Why: ", "Checked: torch 2.1", "Public way: "):
         assert part in text, f"{name} does not say {part!r}"
+
+
+def test_a_checkpoint_calls_what_is_replaced_for_it(monkeypatch):
+    module, name = repeated_forwards()
+    original, called = getattr(module, name), []
+
+    def replaced(function: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(function)
+        return original(function, *args, **kwargs)
+
+    monkeypatch.setattr(module, name, replaced)
+    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    assert called == [torch.sin]
+
+
+def test_tensors_are_packed_in_the_order_of_their_dimensions(monkeypatch):
+    """On CUDA, torch reads the memory of any dense tensor as it lies."""
+    pack = torch._chunk_cat
+
+    def packs(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        return pack(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_chunk_cat", packs)
+    gradient, out = torch.arange(8.0).view(4, 2).t(), torch.empty(2, 4)
+    chunk_cat([gradient], 2, out)
+    assert torch.equal(out.view(2, 4), gradient)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.torch_private.coalescing import coalesced
-from tensorshard.torch_private.process_groups import backend_name, group_device, group_timeout
+from tensorshard.torch_private.process_groups import backend_name, group_device, group_timeout, is_nccl
 from tensorshard.torch_private.tensors import storage_address
 
 logger = logging.getLogger("tensorshard")
@@ -484,4 +484,4 @@ def _started(calls: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether several collectives of `group` are one. Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares them one
     by one."""
-    return backend_name(group, device) == "nccl" and dist.get_debug_level() != dist.DebugLevel.DETAIL
+    return is_nccl(group, device) and dist.get_debug_level() != dist.DebugLevel.DETAIL

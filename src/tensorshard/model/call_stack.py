@@ -93,6 +93,8 @@ def _short_name(file: str) -> str:
     if path.startswith(f"{_PACKAGE}{os.sep}"):
         return Path(file).name if path.startswith(str(_PACKAGE / "models")) else ""
     installed = path.startswith(_INSTALLED)
+    if installed and Path(path).name == "typing_extensions.py":  # its wrappers of deprecated functions
+        return ""
     if path.startswith(_LIBRARIES[0]) or (path.startswith(_LIBRARIES[1]) and not installed):
         return ""
     return "/".join(Path(path).parts[-2:]) if installed else Path(path).name

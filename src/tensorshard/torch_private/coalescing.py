@@ -36,7 +36,8 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
 
     Public way: ``torch.chunk`` and ``Tensor.copy_`` of each tensor.
     """
-    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
+    # On CUDA it reads memory in its order, as it takes any dense tensor for one in the order of its dimensions.
+    torch._chunk_cat([tensor.contiguous() for tensor in tensors], 0, num_chunks, out=out)
 
 
 def unflatten(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:

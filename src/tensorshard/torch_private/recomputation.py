@@ -21,11 +21,12 @@ def repeated_forwards() -> tuple[Any, str]:
 
     Why: a forward that is repeated in backward needs the context that it first ran in, whoever calls backward.
 
-    Checked: torch 2.13.
+    Checked: torch 2.13 and 2.15, where the older name is there for others, and is not called.
 
     Public way: ``context_fn``, for who calls ``checkpoint`` oneself.
     """
-    return checkpoint, "_checkpoint_without_reentrant_generator"
+    name = "_checkpoint_without_reentrant_generator"
+    return checkpoint, f"{name}_impl" if hasattr(checkpoint, f"{name}_impl") else name
 
 
 def is_reentrant_checkpoint(function: type[torch.autograd.Function]) -> bool:

@@ -22,11 +22,8 @@ from tensorshard.comm.world import world
 from tensorshard.model.call_stack import users_line
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.modules import MODULE_CALLS
+from tensorshard.torch_private.process_groups import COLLECTIVES
 
-_METHODS = (
-    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "broadcast", "reduce", "gather", "scatter"),
-    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier"),
-)
 _PACKAGE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (sys.modules["tensorshard"], torch))
 # torch's words when code computes with a DTensor and a plain tensor. The model's own parameters mix with plain ones.
 _SHARDED = "mixed torch.Tensor and DTensor"
@@ -78,7 +75,7 @@ def models_collectives(instead: Callable[[str, Callable[[], Any], dist.ProcessGr
     Args:
         instead: is given the call to make, and its first argument, in which all but barriers leave their results.
     """
-    before = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
+    before = {name: vars(dist.ProcessGroup)[name] for name in COLLECTIVES if name in vars(dist.ProcessGroup)}
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
