@@ -270,3 +270,107 @@ def test_the_decay_of_deepspeeds_adam_is_that_of_its_implementation(params, deca
     config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": params}}
     ledger = ts.Plan.from_deepspeed(config, world_size=2).ledger
     assert ledger is not None and ledger.settings["optimizer.weight_decay"] == decay
+
+
+def test_auto_is_what_the_program_fills_in():
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    ledger = read_config("deepspeed", {**DEEPSPEED, "scheduler": scheduler})
+    assert ledger.settings["scheduler.warmup_steps"] == 2  # the Trainer's 0, of which DeepSpeed makes 2
+    assert ledger.settings["scheduler.total_steps"] == "${train.steps}"
+    assert not any("1000" in entry.text for entry in ledger.entries)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "experimental", "zero"),
+    [
+        ({}, {}, 3),
+        ({"fsdp_reshard_after_forward": "default"}, {}, 3),
+        ({"pipeline_parallel_degree": 2}, {}, 2),
+        ({"fsdp_reshard_after_forward": "default"}, {"pipeline_parallel_degree": 2}, 2),
+        ({"fsdp_reshard_after_forward": "always"}, {"pipeline_parallel_degree": 2}, 3),
+        ({"fsdp_reshard_after_forward": "never"}, {}, 2),
+    ],
+    ids=str,
+)
+def test_torchtitan_keeps_weights_in_pipelines(parallelism, experimental, zero):
+    config = {**TORCHTITAN, "parallelism": {**TORCHTITAN["parallelism"], **parallelism}, "experimental": experimental}
+    plan = read_config("torchtitan", config).plan
+    assert plan["zero"] == zero
+    assert plan.get("pp", 1) == {**parallelism, **experimental}.get("pipeline_parallel_degree", 1)
+
+
+def test_degrees_of_older_torchtitan():
+    older = {
+        "experimental": {"context_parallel_degree": 2, "pipeline_parallel_microbatches": 4},
+        "training": {"tensor_parallel_degree": 2, "batch_size": 8, "steps": 10},
+    }
+    plan = read_config("torchtitan", older).plan
+    assert (plan["cp"], plan["tp"], plan["micro_batches"]) == (2, 2, 4)
+
+
+def test_degrees_that_do_not_fit_the_world_are_refused():
+    config = {**MEGATRON, "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
+    [entry] = [e for e in read_config("megatron", config, world_size=8).refused if e.key == "degrees"]
+    assert entry.text.startswith("tp 8 x pp 4 need a multiple of 32 processes, and there are 8")
+
+
+def test_nemos_distributed_adam_shards_and_its_adapters_are_refused():
+    optim = {"name": "distributed_fused_adam", "lr": 1e-4}
+    ledger = read_config("nemo", {**NEMO, "model": {**NEMO["model"], "optim": optim, "peft": {"peft_scheme": "lora"}}})
+    assert ledger.plan["zero"] == 2
+    assert [entry.key for entry in ledger.refused] == ["model.peft.peft_scheme"]
+    whole = read_config(
+        "nemo", {**NEMO, "model": {**NEMO["model"], "peft": {"peft_scheme": None, "lora_tuning": {"dim": 8}}}}
+    )
+    assert not whole.refused
+
+
+def test_paddles_epochs_are_no_steps():
+    engine = {**PADDLE["Engine"], "max_steps": -1, "eval_freq": -1, "save_load": {"save_steps": -1}}
+    ledger = read_config("paddle", {**PADDLE, "Engine": engine})
+    assert "train.eval_every" not in ledger.settings and "train.save_every" not in ledger.settings
+    assert ledger.settings["train.steps"] == "???"
+
+
+def test_what_is_ours_is_said():
+    said = {entry.key: entry for entry in read_config("deepspeed", {"zero_optimization": {"stage": 2}}).entries}
+    assert "lr=2e-5" in said["optimizer"].text and "train.steps=100" in said["steps"].text
+    said = {entry.key for entry in read_config("torchtitan", TORCHTITAN).entries}
+    assert not said & {"optimizer", "steps"}
+
+
+def test_true_reasons():
+    refused = {
+        entry.key: entry.text
+        for entry in read_config(
+            "deepspeed",
+            {
+                **DEEPSPEED,
+                "data_efficiency": {"enabled": True, "data_routing": {"enabled": True}},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "max_grad_norm": 1.0}},
+                "nobody": None,
+            },
+        ).refused
+    }
+    assert "quantized" not in refused["data_efficiency.enabled"] and "random-LTD" in refused["data_efficiency.enabled"]
+    assert "gradient_clipping" in refused["optimizer.params.max_grad_norm"]
+    assert "nobody" not in refused
+
+
+def test_hydras_defaults_are_followed(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "trainer" / "default.yaml").write_text("max_steps: 10\nprecision: 32\n")
+    (tmp_path / "trainer" / "ddp.yaml").write_text("defaults:\n  - default\nstrategy: ddp\nprecision: bf16-mixed\n")
+    (tmp_path / "experiment" / "long.yaml").write_text("# @package _global_\nseed: 7\ntrainer:\n  max_steps: 20\n")
+    main_file = tmp_path / "train.yaml"
+    main_file.write_text(
+        "defaults:\n  - _self_\n  - trainer: ddp\n  - optional local: mine\n  - experiment: long\nseed: 1\n"
+    )
+    ledger = read_file(main_file, "lightning")
+    assert ledger.settings["train.steps"] == 20 and ledger.settings["train.seed"] == 7
+    assert ledger.plan["precision"] == "bf16"
+    main_file.write_text("defaults:\n  - trainer: fsdp\ntrainer:\n  max_steps: 5\n")
+    with pytest.raises(ValueError, match=r"builds on 'trainer/fsdp' \(defaults:\), and there is no such file"):
+        read_file(main_file, "lightning")
+    assert read_file(main_file, "lightning", without=["defaults"]).settings["train.steps"] == 5

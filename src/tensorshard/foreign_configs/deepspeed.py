@@ -118,10 +118,6 @@ def _scheduler(reading: Reading, value: str) -> Outcome:
     return TRANSLATED, f"scheduler is tensorshard.trainer.schedulers.warmup_decay, shape={shapes[value]}"
 
 
-def _steps(name: str) -> Rule:
-    return to(f"schedule.{name}", int, auto="the Trainer fills it in from its own arguments; set it, as in KEY=VALUE")
-
-
 def _peak(reading: Reading, value: Any) -> Outcome:
     reading.settings["optimizer.lr"] = value
     return TRANSLATED, f"optimizer.lr={value}, which the schedule rises to"
@@ -242,6 +238,7 @@ TABLE: Table = {
     "optimizer.params.momentum": to("optimizer.momentum", float),
     "optimizer.params.nesterov": to("optimizer.nesterov", bool),
     "optimizer.params.adam_w_mode": unneeded("it is settled by optimizer.type's line", bool),
+    "optimizer.params.max_grad_norm": refused("DeepSpeed refuses it, too; gradient_clipping says it", float, ()),
     "optimizer.params.amsgrad": refused("DeepSpeed's Adam refuses it, too", bool),
     "optimizer.params.bias_correction": refused("torch's optimizers correct the bias always", bool, (True,)),
     **each("optimizer.params.torch_adam optimizer.params.fused", unneeded("torch's optimizers are used", bool)),
@@ -254,8 +251,8 @@ TABLE: Table = {
         unneeded("it belongs to an optimizer of DeepSpeed's own; see optimizer.type"),
     ),
     "scheduler.type": Rule(str, _scheduler),
-    "scheduler.params.warmup_num_steps": _steps("warmup"),
-    "scheduler.params.total_num_steps": _steps("total"),
+    "scheduler.params.warmup_num_steps": to("schedule.warmup", int, auto=0),  # the Trainer's warmup_steps
+    "scheduler.params.total_num_steps": to("schedule.total", int, auto="all steps of the run, train.steps"),
     "scheduler.params.warmup_min_lr": to("schedule.start_lr", float, auto=0.0),
     "scheduler.params.warmup_max_lr": Rule(float, _peak, auto="it is the optimizer's rate"),
     "scheduler.params.warmup_min_ratio": to("schedule.start_ratio", float),
@@ -316,7 +313,6 @@ TABLE: Table = {
     **each(
         "checkpoint.** use_node_local_storage", unneeded("checkpoints are written in parallel, whole or not at all")
     ),
-    **each("data_efficiency.** curriculum_learning.** progressive_layer_drop.** random_ltd.**", refused(_COMPRESS)),
     **each("aio.**", unneeded("it tunes DeepSpeed's own reading of disks")),
     **each("nebula.** elasticity.**", different("a resumed run may have another number of processes, with --resume")),
     "dataloader_drop_last": unneeded("an epoch's last, smaller batch is left out", bool),
@@ -340,11 +336,17 @@ def _switchable(group: str, text: str) -> Rule:
     return Rule(None, act)
 
 
+_CURRICULUM = "samples do not grow or get harder with the steps; order the dataset yourself, or take the group out"
+_LTD = "no layer leaves tokens out at random (random-LTD); take the group out"
 _AUTOTUNE = "'tensorshard plan' searches for the plan; take the group out"
 _GROUPS = {
     "compression_training": _COMPRESS,
     "quantize_training": _COMPRESS,
-    "eigenvalue": _COMPRESS,
+    "eigenvalue": "it steers the quantization of quantize_training, which is not there; take the group out",
+    "data_efficiency": f"{_CURRICULUM}, and {_LTD}",
+    "curriculum_learning": _CURRICULUM,
+    "random_ltd": _LTD,
+    "progressive_layer_drop": "no schedule leaves out layers; LayerDrop of the model's own trains under every plan",
     "autotuning": _AUTOTUNE,
     "hybrid_engine": "generation during training is 'ts.generate' on the Engine; take the group out",
     "sparse_attention": "attention is the model's own; take the group out",

@@ -190,10 +190,10 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
     rule = _rule(table, key)
     if rule is None and any(f"${{{key}}}" in str(other) for other in reading.values.values()):
         return NOT_NEEDED, "it is a variable of the file, which other keys refer to"
-    if rule is None:
-        return REFUSED, _unknown(table, key, value, program)
     if value is None:
         return NOT_NEEDED, "null leaves the default"
+    if rule is None:
+        return REFUSED, _unknown(table, key, value, program)
     if value == {}:
         return NOT_NEEDED, "it is empty"
     if value == "auto" and rule.auto is not None and rule.kind is not None and "auto" not in _words(rule.kind):

@@ -87,15 +87,26 @@ def _decay_steps(reading: Reading, value: float) -> Outcome:
     return TRANSLATED, f"scheduler.total_steps={int(value)}"
 
 
+def _unless_epochs(target: str) -> Rule:
+    """A number of steps, which is below 1 where a run counts epochs."""
+
+    def act(reading: Reading, value: int) -> Outcome:
+        if value < 1:
+            return "different", f"{value} counts epochs, and a run here counts steps: set {target}"
+        return to(target, None).act(reading, value)
+
+    return Rule(int, act)
+
+
 _PADDLE_WORK = {
-    "max_steps": to("train.steps", int),
+    "max_steps": _unless_epochs("train.steps"),
     "accumulate_steps": to("batch.accumulate", int),
     "logging_freq": to("train.log_every", int),
-    "eval_freq": to("train.eval_every", int),
+    "eval_freq": _unless_epochs("train.eval_every"),
     "eval_iters": to("train.eval_batches", int),
     "test_iters": unneeded("there is no test at the end", int),
     "num_train_epochs": different("a run counts steps: train.steps", int),
-    "save_load.save_steps": to("train.save_every", int),
+    "save_load.save_steps": _unless_epochs("train.save_every"),
     **each("save_load.*", different(_SAVES)),
     "mix_precision.scale_loss": different("the scale adapts by itself, from 65536", float),
     **each("mix_precision.custom_black_list mix_precision.custom_white_list mix_precision.level",
@@ -136,6 +147,7 @@ PADDLE: Table = {
     "Optimizer.beta1": _betas(0),
     "Optimizer.beta2": _betas(1),
     "Optimizer.epsilon": to("optimizer.eps", float),
+    "Optimizer.momentum": to("optimizer.momentum", float),
     "Optimizer.lr.name": _shape({"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWarmup": "linear"}),
     "Optimizer.lr.max_lr": to("optimizer.lr", float),
     "Optimizer.lr.learning_rate": to("optimizer.lr", float),
@@ -283,9 +295,25 @@ def _amp(reading: Reading, value: bool) -> Outcome:
     return NOT_NEEDED, "master weights are always fp32"
 
 
+_ADAPTERS = "adapters: 'tensorshard train' trains all weights; wrap the model with peft in a Python config"
+_NONE = ("none", "None", "", False)
+
+
+def _nemo_class(reading: Reading, value: str) -> Outcome:
+    verdict, text = _OPTIM["name"].act(reading, value)
+    if value.rpartition(".")[2].lower() != "distributed_fused_adam":
+        return verdict, text
+    reading.settings.setdefault("train.plan.zero", 2)
+    return (
+        verdict,
+        f"{text}; its states and gradients are sharded: train.plan.zero={reading.settings['train.plan.zero']}",
+    )
+
+
 NEMO: Table = {
     **LIGHTNING,
     **_nemo(),
+    "model.optim.name": Rule(str, _nemo_class),
     "model.megatron_amp_O2": Rule(bool, _amp),
     "model.encoder_seq_length": to("text.context_length", int),
     "model.seed": to("train.seed", int),
@@ -299,8 +327,10 @@ NEMO: Table = {
     "model.expert_model_parallel_size": _axis("ep"),
     "model.tokenizer.*": different(MODEL),
     "model.data.**": different(DATA),
-    "model.peft._target_": refused("adapters: wrap the model with peft in a Python config"),
-    "model.peft.*": unneeded("it says how adapters are made"),
+    "model.peft._target_": refused(_ADAPTERS),
+    "model.peft.peft_scheme": refused(_ADAPTERS, str, (*_NONE, "null")),
+    **each("model.peft.restore_from_path model.peft.restore_from_ckpt.*", refused(_ADAPTERS, None, _NONE)),
+    "model.peft.**": unneeded("it says how adapters are made, or which of them"),
     "optim._target_": different("optim.config says which optimizer it is", str),
     "optim.config._target_": different("optim.config says which optimizer it is", str),
     **{f"optim.config.{name}": rule for name, rule in _OPTIM.items() if "." not in name and name != "_target_"},

@@ -5,6 +5,7 @@ Also here: what an import gives: our settings, the ledger, and what is still to 
 
 import difflib
 import json
+import math
 import re
 import textwrap
 import tomllib
@@ -137,10 +138,38 @@ def _short(value: Any) -> str:
 
 def finish(reading: Reading, source: str) -> Ledger:
     """Settles what several keys say together, the batch sizes and the schedule, and closes the ledger."""
-    _settle_batches(reading)
+    if _check_degrees(reading):
+        _settle_batches(reading)
     _settle_schedule(reading)
+    _say_what_is_ours(reading)
     settings = {key: value for key, value in reading.settings.items() if not key.startswith(("batch.", "schedule."))}
     return Ledger(source, tuple(reading.entries), settings, reading.world_size)
+
+
+def _check_degrees(reading: Reading) -> bool:
+    """Whether the degrees fit the number of processes, if that is known."""
+    degrees = {
+        axis: reading.settings.get(f"{_PLAN}{axis}", 1) for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard")
+    }
+    degrees = {axis: degree for axis, degree in degrees.items() if isinstance(degree, int) and degree > 1}
+    product, given = math.prod(degrees.values()), " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    if not reading.world_size or reading.world_size % product == 0:
+        return True
+    text = f"{given} need a multiple of {product} processes, and there are {reading.world_size}: change one of them, or"
+    reading.add("degrees", IMPLIED, REFUSED, f"{text} --world-size")
+    return False
+
+
+def _say_what_is_ours(reading: Reading) -> None:
+    """Says what a config for 'tensorshard train' takes where the file says nothing."""
+    settings = reading.settings
+    if not any(key.startswith("optimizer.") for key in settings):
+        text = "the file has none: AdamW with lr=2e-5 and a warm-up of 10 steps is this package's; set optimizer and lr"
+        reading.add("optimizer", IMPLIED, DIFFERENT, text)
+    if "train.global_batch_size" not in settings:
+        reading.add("batch sizes", IMPLIED, DIFFERENT, "the file has none: train.global_batch_size=8 is this package's")
+    if "train.steps" not in settings:
+        reading.add("steps", IMPLIED, DIFFERENT, "the file has none: train.steps=100 is this package's; set it")
 
 
 def _settle_batches(reading: Reading) -> None:
@@ -325,6 +354,8 @@ def read_file(
         source = "megatron"
     if isinstance(config, Mapping):
         config = _with_bases(config, path)
+        if "defaults" not in without:
+            config = _with_defaults(config, path)
         config = _with_pointed(config, path)
         given = {
             key: value for key, value in given.items() if source != "megatron" or key in _keys(config) or "_" in key
@@ -377,6 +408,46 @@ def _with_bases(config: Mapping[str, Any], path: Path, depth: int = 0) -> dict[s
     if not isinstance(below, Mapping):
         return dict(config)
     return _merged(_with_bases(below, base, depth + 1), {key: v for key, v in config.items() if key != "_base_"})
+
+
+def _with_defaults(config: Mapping[str, Any], path: Path, depth: int = 0) -> dict[str, Any]:
+    """`config`, laid over the files of its ``defaults:`` list, as Hydra composes them.
+
+    Raises:
+        ValueError: one of them is not there.
+    """
+    entries = config.get("defaults")
+    if not isinstance(entries, list) or depth > 8:
+        return dict(config)
+    own = {key: value for key, value in config.items() if key != "defaults"}
+    merged: dict[str, Any] = {}
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry == "_self_":
+            merged = _merged(merged, own)
+            continue
+        group, name = next(iter(entry.items())) if isinstance(entry, Mapping) and entry else (None, entry)
+        words = str(group or "").split()
+        group, _, package = (words[-1] if words else "").lstrip("/").partition("@")
+        if not isinstance(name, str) or group.startswith("hydra"):
+            continue  # none of the group, several of it, or Hydra's own
+        group, _, name = f"{group}/{name}".strip("/").removesuffix(".yaml").rpartition("/")
+        file = _find_file(f"{group}/{name}.yaml".lstrip("/"), path)
+        if file is None and "optional" in words:
+            continue
+        if file is None:
+            raise ValueError(
+                f"{path} builds on {f'{group}/{name}'.lstrip('/')!r} (defaults:), and there is no such file beside it: "
+                f"put it there, or leave all of them out with --without defaults"
+            )
+        text = read_utf8(file)
+        below = _parsed(file, text, {})
+        said = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+        package = package or (said[1] if said else group.replace("/", "."))
+        nested = _with_defaults(below, file, depth + 1) if isinstance(below, Mapping) else {}
+        for part in reversed([] if package in ("_global_", "") else package.removeprefix("_global_.").split(".")):
+            nested = {part: nested}
+        merged = _merged(merged, nested)
+    return merged
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

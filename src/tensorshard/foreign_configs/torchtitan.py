@@ -12,7 +12,6 @@ from tensorshard.foreign_configs.ledger import (
     Outcome,
     Reading,
     Rule,
-    Table,
     different,
     each,
     follow,
@@ -41,10 +40,14 @@ def _degree(axis: str) -> Rule:
 
 
 def _schedule(reading: Reading, value: str) -> Outcome:
-    if reading.number("parallelism.pipeline_parallel_degree", 1) <= 1:
+    if not _has_pipeline(reading):
         return "not needed", "there is no pipeline"
     reading.settings["train.plan.pp_schedule"] = _SCHEDULES[value]
     return TRANSLATED, f"train.plan.pp_schedule={_SCHEDULES[value]}"
+
+
+def _has_pipeline(reading: Reading) -> bool:
+    return any(reading.number(f"{group}.pipeline_parallel_degree", 1) > 1 for group in ("parallelism", "experimental"))
 
 
 def _compile(reading: Reading, value: bool) -> Outcome:
@@ -86,9 +89,11 @@ def _dtype(name: str, fits: tuple[str, ...]) -> Rule:
 
 
 def _reshard(reading: Reading, value: str) -> Outcome:
-    level = 2 if value == "never" else 3
+    keeps = value == "never" or (value == "default" and _has_pipeline(reading))
+    level = 2 if keeps else 3
     reading.settings["train.plan.zero"] = level
-    return TRANSLATED, f"train.plan.zero={level}"
+    why = " (theirs keeps weights between the micro-batches of a pipeline)" if value == "default" and keeps else ""
+    return TRANSLATED, f"train.plan.zero={level}{why}"
 
 
 def _validation(rule: Rule) -> Rule:
@@ -96,7 +101,7 @@ def _validation(rule: Rule) -> Rule:
 
 
 _HALF = ("float32", "bfloat16")
-TABLE: Table = {
+TABLE: dict[str, Rule] = {
     "parallelism.data_parallel_replicate_degree": _degree("dp_replicate"),
     "parallelism.data_parallel_shard_degree": _degree("dp_shard"),
     "parallelism.tensor_parallel_degree": _degree("tp"),
@@ -197,7 +202,9 @@ TABLE: Table = {
     **each("model.converters", refused("fp8 and other converters are not there; take them out", list)),
     **each("quantize.**", unneeded("it says how model.converters work")),
     **each("float8.**", unneeded("it says how model.converters work")),
-    **each("encoder.** experimental.**", different(MODEL)),
+    **each("encoder.** experimental.custom_import experimental.custom_args_module", different(MODEL)),
+    **each("experimental.custom_model_path experimental.enable_simple_fsdp", different(MODEL)),
+    "experimental.pipeline_parallel_microbatches": to("batch.accumulate", int),
     "metrics.log_freq": to("train.log_every", int),
     **each("metrics.*", different(LOGS)),
     **each("profiling.** memory_estimation.**", different("train.profile=10-12 and train.profile_memory write them")),
@@ -214,6 +221,16 @@ TABLE: Table = {
 }
 
 
+# Older releases have these in other groups.
+TABLE |= {
+    key.replace("parallelism.", group): rule
+    for group in ("experimental.", "training.")
+    for key, rule in TABLE.items()
+    if key.startswith("parallelism.")
+}
+TABLE |= {"training.batch_size": TABLE["training.local_batch_size"]}
+
+
 def read(reading: Reading) -> None:
     """Follows torchtitan's table, and writes its defaults out."""
     follow(TABLE, reading, "torchtitan")
@@ -223,7 +240,8 @@ def read(reading: Reading) -> None:
     reading.imply("training.mixed_precision_param", "train.plan.precision", "bf16")
     reading.imply("training.max_norm", "train.plan.clip_grad_norm", 1.0)
     reading.imply("parallelism.data_parallel_shard_degree", "train.plan.dp_shard", -1)
-    reading.imply("parallelism.fsdp_reshard_after_forward", "train.plan.zero", 3)
+    level, why = (2, "their default with pipelines") if _has_pipeline(reading) else (3, "their default")
+    reading.imply("parallelism.fsdp_reshard_after_forward", "train.plan.zero", level, why)
     if settings["train.plan.dp_shard"] == 1 and settings.get("train.plan.dp_replicate", 1) > 1:
         settings["train.plan.zero"] = 0
     if settings.get("train.plan.tp", 1) > 1:
