@@ -374,3 +374,72 @@ def test_hydras_defaults_are_followed(tmp_path):
     with pytest.raises(ValueError, match=r"builds on 'trainer/fsdp' \(defaults:\), and there is no such file"):
         read_file(main_file, "lightning")
     assert read_file(main_file, "lightning", without=["defaults"]).settings["train.steps"] == 5
+
+
+def _script(tmp_path, text: str):
+    file = tmp_path / "pretrain.sh"
+    file.write_text(text)
+    return file
+
+
+def test_arrays_grow_and_other_commands_are_named(tmp_path):
+    file = _script(
+        tmp_path,
+        """
+        ARGS=(--tensor-model-parallel-size 2 --micro-batch-size 1)
+        ARGS=("${ARGS[@]}" --lr 1e-4 --bf16)
+        ARGS+=(--global-batch-size 8)
+        python tools/preprocess_data.py --input a.json --workers 4
+        torchrun --nproc_per_node 8 pretrain_gpt.py "${ARGS[@]}" --train-iters 50
+        """,
+    )
+    ledger = read_file(file, world_size=8)
+    assert not ledger.refused, ledger.describe()
+    assert ledger.plan["tp"] == 2 and ledger.plan["precision"] == "bf16"
+    assert ledger.settings["optimizer.lr"] == 1e-4 and ledger.settings["train.global_batch_size"] == 8
+    [other] = [entry for entry in ledger.entries if entry.key.startswith("command")]
+    assert "preprocess_data.py" in other.value and "another command" in other.text
+
+
+BRANCHES = """
+MODEL=$5
+if [ -z "$LR" ]; then
+  LR=2e-4
+fi
+if [[ "$MODEL" == "7B" ]]; then
+  ARGS="--tensor-model-parallel-size 2"
+elif [ $MODEL = 70B ]; then
+  ARGS="--tensor-model-parallel-size 8"
+else
+  echo "$MODEL is unknown"
+  exit 1
+fi
+torchrun pretrain_gpt.py $ARGS --lr $LR --micro-batch-size 1 --global-batch-size 8 --train-iters 50
+"""
+
+
+@pytest.mark.parametrize(("given", "tp", "lr"), [({"MODEL": "7B"}, 2, 2e-4), ({"5": "70B", "LR": "1e-4"}, 8, 1e-4)])
+def test_branches_follow_the_variables(tmp_path, given, tp, lr):
+    ledger = read_file(_script(tmp_path, BRANCHES), given=given)
+    assert not ledger.refused, ledger.describe()
+    assert ledger.plan["tp"] == tp and ledger.settings["optimizer.lr"] == lr
+
+
+def test_a_branch_that_cannot_be_decided_is_refused_with_both_ways(tmp_path):
+    [entry] = read_file(_script(tmp_path, BRANCHES)).refused
+    assert entry.key == 'if [[ "$MODEL" == "7B" ]]' and "NAME=VALUE" in entry.text
+    assert "size 2" in entry.value and "size 8" in entry.value
+
+
+def test_two_precisions_are_refused(tmp_path):
+    refused = read_file(_script(tmp_path, "torchrun pretrain_gpt.py --bf16 --fp16 --lr 1e-4")).refused
+    assert {entry.key for entry in refused} == {"bf16", "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [("python3 -m verl.trainer.main_ppo --lr 1", "verl"), ("NPROC=8 megatron sft --lr 1e-4 --bf16 true", "ms-swift")],
+)
+def test_scripts_of_other_programs_are_not_megatrons(tmp_path, text, program):
+    ledger = read_file(_script(tmp_path, text))
+    assert ledger.source == program and ledger.refused

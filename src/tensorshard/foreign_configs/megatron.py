@@ -6,6 +6,8 @@ NeMo; an argument that it lacks is refused by name.
 
 import re
 import shlex
+from collections.abc import Callable, Mapping
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 from tensorshard.foreign_configs.ledger import (
@@ -35,6 +37,15 @@ def _flag(target: str, value: Any) -> Rule:
 
 def _on(value: Any) -> bool:
     return value in ("", "true", "True", True, 1, "1")
+
+
+def _precision(name: str, other: str) -> Rule:
+    def act(reading: Reading, value: Any) -> Outcome:
+        if _on(value) and _on(reading.values.get(other)):
+            return REFUSED, f"--{name} and --{other} are both there, which Megatron refuses, too; take one out"
+        return _flag("train.plan.precision", name).act(reading, value)
+
+    return Rule(_FLAG, act)
 
 
 def _ranks(name: str) -> Rule:
@@ -191,8 +202,8 @@ TABLE: Table = {
     **each(
         "start_weight_decay end_weight_decay weight_decay_incr_style", refused("decay is constant", None, ("constant",))
     ),
-    "bf16": _flag("train.plan.precision", "bf16"),
-    "fp16": _flag("train.plan.precision", "fp16"),
+    "bf16": _precision("bf16", "fp16"),
+    "fp16": _precision("fp16", "bf16"),
     **each("fp8_format fp8_hybrid fp4_format", refused("fp8 is not there; bf16 is: take --fp8-format out")),
     **each(
         "fp8_amax_compute_algo fp8_amax_history_len fp8_param_gather fp8_recipe fp8_margin fp8_interval",
@@ -242,6 +253,10 @@ TABLE: Table = {
     **each(_TOOLS, unneeded("it belongs to another program of the script, such as nsys")),
     **each("inference_*", unneeded("it is for generation; 'tensorshard generate' has its own options")),
     "rlhf_*": refused("reinforcement learning is not there"),
+    "command **": different("another command of the script; its arguments are not looked at"),
+    "if **": refused(
+        "the script goes one way or the other by this, and it is not known: set its variable, as NAME=VALUE"
+    ),
 }
 
 
@@ -296,8 +311,12 @@ def arguments(text: str, given: dict[str, str]) -> dict[str, Any]:
     text = re.sub(r"\\\r?\n", " ", text)
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
     text = re.sub(r"\(([^()]*)\)", lambda match: "(" + match[1].replace("\n", " ") + ")", text)
-    variables: dict[str, str] = {}
+    text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)  # as many words as the array has
+    variables, branches = dict(given), _Branches()
+    lines = []
     for line in _joined(text):
+        if branches.take(line, variables):
+            continue
         match = _ASSIGN.match(line)
         if match:
             name, more, value = match.groups()
@@ -306,15 +325,91 @@ def arguments(text: str, given: dict[str, str]) -> dict[str, Any]:
                 value = value[1:-1]
             value = expand(value, variables, name)
             variables[name] = given.get(name, f"{variables.get(name, '')} {value}" if more else value)
-    variables.update(given)
-    words: list[str] = []
-    for line in _joined(text):
-        if not _ASSIGN.match(line) and ("--" in line or "$" in line):
-            words += _split(expand(line, variables))
-    used = "\n".join(words)
-    if "--" not in used:
-        words = [word for value in variables.values() for word in _split(value)]
-    return pairs(words)
+        elif "--" in line or "$" in line:
+            lines.append(line)
+    commands = [_split(expand(line, variables)) for line in lines]
+    commands = [words for words in commands if any(word.startswith("--") for word in words)]
+    if not commands:
+        commands = [[word for value in variables.values() for word in _split(value)]]
+    read = [pairs(words) for words in commands]
+    counts = [sum(name in TABLE for name in options) for options in read]
+    main = counts.index(max(counts))
+    others = {f"command {number + 1}": " ".join(commands[number][:8]) for number in range(len(read)) if number != main}
+    return {**read[main], **others, **branches.undecided}
+
+
+class _Branches:
+    """Which lines of a script are run, where it branches by ``if``.
+
+    Attributes:
+        undecided: conditions by what is not known, each with what its branches set.
+    """
+
+    def __init__(self) -> None:
+        self.undecided: dict[str, str] = {}
+        self._stack: list[tuple[bool | None, bool, str]] = []  # runs; an earlier branch ran; the undecided condition
+
+    def take(self, line: str, variables: Mapping[str, str]) -> bool:
+        """Whether nothing is to be done with `line`: it belongs to a branch that is not taken, or to an ``if`` itself."""
+        match = re.match(r"\s*(if|elif|else|fi|then)\b\s*(.*?)\s*(;\s*then)?\s*;?\s*$", line)
+        if match is None:
+            for runs, _, condition in self._stack:
+                if runs is None and ("--" in line or _ASSIGN.match(line)):
+                    self.undecided[condition] = f"{self.undecided.get(condition, '')} {line.strip()}".strip()
+            return any(not runs for runs, _, _ in self._stack)
+        word, condition, _ = match.groups()
+        if word == "if":
+            self._stack.append(self._branch(condition, variables, False))
+        elif self._stack and word == "fi":
+            self._stack.pop()
+        elif self._stack and word in ("elif", "else"):
+            runs, ran, before = self._stack.pop()
+            ran = ran or bool(runs)
+            if runs is None:
+                self._stack.append((None, ran, before))
+            elif word == "else":
+                self._stack.append((not ran, ran, ""))
+            else:
+                self._stack.append(self._branch(condition, variables, ran))
+        return True
+
+    @staticmethod
+    def _branch(condition: str, variables: Mapping[str, str], ran: bool) -> tuple[bool | None, bool, str]:
+        holds = False if ran else _holds(condition, variables)
+        return holds, ran, re.sub(r"\s*\.\s*", ".", f"if {condition}") if holds is None else ""
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "=": eq, "==": eq, "!=": ne, "-eq": eq, "-ne": ne, "-gt": gt, "-lt": lt, "-ge": ge, "-le": le
+}  # fmt: skip
+
+
+def _holds(condition: str, variables: Mapping[str, str]) -> bool | None:
+    """Whether a condition of the shell holds; None if that is not known from the variables."""
+    for joint, joined in ((r"\|\||-o", any), (r"&&|-a", all)):
+        parts = re.split(rf"\s(?:{joint})\s", condition.strip().strip("[]"))
+        if len(parts) > 1:
+            found = [_holds(part, variables) for part in parts]
+            decides = joined is any
+            return decides if decides in found else None if None in found else not decides
+    words = _split(expand(condition, variables).strip().strip("[]"))
+    negated = words[:1] == ["!"]
+    words = words[negated:]
+    holds: bool | None = None
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        is_set = bool(re.sub(r"\$\{?\w+\}?", "", words[1]))  # what the script does not set is empty
+        holds = is_set is (words[0] == "-n")
+    elif len(words) == 1 and words[0] in ("-z", "-n"):
+        holds = words[0] == "-z"
+    elif len(words) == 3 and words[1] in _COMPARISONS and "$" not in words[0] + words[2]:
+        one, other = words[0], words[2]
+        if not words[1].startswith("-"):
+            holds = _COMPARISONS[words[1]](one, other)
+        elif re.fullmatch(r"-?\d+", one) and re.fullmatch(r"-?\d+", other):
+            holds = _COMPARISONS[words[1]](int(one), int(other))
+    elif words in (["true"], ["false"]):
+        holds = words == ["true"]
+    return holds if holds is None else holds is not negated
 
 
 def _joined(text: str) -> list[str]:
@@ -328,7 +423,7 @@ def _joined(text: str) -> list[str]:
     return lines
 
 
-def expand(text: str, variables: dict[str, str], own: str = "") -> str:
+def expand(text: str, variables: Mapping[str, str], own: str = "") -> str:
     """`text` with known variables replaced, defaults ``${A:-1}`` taken, and ``$((...))`` of whole numbers reckoned."""
     for _ in range(8):
         before = text
@@ -337,7 +432,7 @@ def expand(text: str, variables: dict[str, str], own: str = "") -> str:
             lambda m: variables.get(m[1], m[2] if m[2] is not None else m[0]),
             text,
         )
-        text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: variables.get(m[1], m[0]), text)
+        text = re.sub(r"\$([A-Za-z_]\w*|\d)", lambda m: variables.get(m[1], m[0]), text)
         text = re.sub(
             r"\$\(\([^()]*\)\)",
             lambda m: re.sub(r"(?<![\w$])[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), m[0]),

@@ -427,6 +427,7 @@ def read(reading: Reading, table: Table, program: str) -> None:
 REFUSED_PROGRAMS = {
     "torchtune": "torchtune's recipes name Python classes; 'tensorshard train hf' with train.plan fields takes their place",
     "verl": "verl trains by reinforcement learning, with generation in the loop, which is not there",
+    "ms-swift": "ms-swift's scripts are not read; train.plan, optimizer and scheduler of 'tensorshard train hf' take their place",
     "nanotron": "nanotron's configs are not read; its parallelism section is train.plan's dp_shard, tp and pp",
     "picotron": "picotron's configs are not read; its distributed section is train.plan's dp_shard, tp, pp and cp",
     "litgpt": "LitGPT's configs are not read; train.plan, optimizer and scheduler of 'tensorshard train hf' take their place",

@@ -81,6 +81,11 @@ _SIGNS = (
     ("deepspeed", "train_micro_batch_size_per_gpu train_batch_size bf16.enabled fp16.enabled"),
     ("megatron", "tensor_model_parallel_size micro_batch_size&global_batch_size num_layers&hidden_size"),
 )
+_SCRIPTS = {
+    "verl": r"-m\s+verl\.",
+    "ms-swift": r"(?m)^[^#\n]*\b(swift|megatron)\s+(sft|pt|rlhf|export)\b",
+}
+"""What only the launch scripts of these programs have."""
 _GPT_NEOX = ("pipe_parallel_size", "model_parallel_size", "pipe-parallel-size", "model-parallel-size")
 
 
@@ -351,7 +356,7 @@ def read_file(
     text = read_utf8(path)
     config = _parsed(path, text, given)
     if source is None and path.suffix not in (".json", ".yaml", ".yml", ".toml"):
-        source = "megatron"
+        source = next((program for program, sign in _SCRIPTS.items() if re.search(sign, text)), "megatron")
     if isinstance(config, Mapping):
         config = _with_bases(config, path)
         if "defaults" not in without:
