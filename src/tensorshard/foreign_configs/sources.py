@@ -169,7 +169,7 @@ def _say_what_is_ours(reading: Reading) -> None:
     """Says what a config for 'tensorshard train' takes where the file says nothing."""
     settings = reading.settings
     if not any(key.startswith("optimizer.") for key in settings):
-        text = "the file has none: AdamW with lr=2e-5 and a warm-up of 10 steps is this package's; set optimizer and lr"
+        text = "the file has none: AdamW with lr=2e-5, after 10 steps of warm-up, is this package's; set optimizer.lr"
         reading.add("optimizer", IMPLIED, DIFFERENT, text)
     if "train.global_batch_size" not in settings:
         reading.add("batch sizes", IMPLIED, DIFFERENT, "the file has none: train.global_batch_size=8 is this package's")
