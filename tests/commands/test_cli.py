@@ -183,7 +183,7 @@ def test_print_config_starts_nothing(started: Started, config: str, capsys: pyte
         (["mine.py", "other.py"], "one config at a time, not mine.py and other.py"),
         (["mine.py", "train.stpes=3"], "did you mean 'steps'?"),
         (["mine.py", "train.plan.dp_shrad=3"], "did you mean 'dp_shard'?"),
-        (["mine.py", "train.plan.dp_shard=3"], "train.plan: the plan's degrees (dp_shard 3) multiply to 3"),
+        (["mine.py", "train.plan.dp_shard=3"], "train.plan: the plan's degrees (dp_shard=3) multiply to 3"),
         (["mine.py", "train.plan.zero=4"], "train.plan: zero is 4"),
         (["mine.py", "train.plan.pp=2"], "train.plan: the 1f1b schedule on 2 ranks needs at least micro_batches=2"),
         (["mine.py", "train.plan.micro_batches=3"], "train.global_batch_size 4 does not divide by"),

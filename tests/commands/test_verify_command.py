@@ -64,7 +64,10 @@ def test_what_differs_is_named_and_the_exit_status_is_1(config: str, capsys: pyt
         (["quickstart", "--steps", "0"], "--steps is 0"),
         (["quickstart", "--html", "nowhere/page.html"], "--html nowhere/page.html: it cannot be written"),
         (["quickstart", "train.plan=auto"], "'auto' leaves the plan to a search"),
-        (["quickstart", "train.plan.tp=3", "--world-size", "4"], "dp_shard=-1 cannot be inferred"),
+        (
+            ["quickstart", "train.plan.tp=3", "--world-size", "4"],
+            "tp=3 needs a multiple of 3 processes, and there are 4",
+        ),
         (["quickstart", "train.plan.pp=5", "--world-size", "5"], "micro_batches"),
         (["nothing.py"], "nothing.py"),
     ],

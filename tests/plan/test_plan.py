@@ -46,10 +46,10 @@ def test_resolve_leaves_the_original_alone():
         (
             dict(dp_replicate=2, dp_shard=3),
             4,
-            r"dp_replicate 2 x dp_shard 3\) multiply to 6, but the number of processes is 4",
+            r"dp_replicate=2 x dp_shard=3\) multiply to 6, but the number of processes is 4",
         ),
         (dict(dp_shard=1), 2, r"multiply to 1, but the number of processes is 2.*dp_shard=-1"),
-        (dict(dp_replicate=3), 4, r"dp_shard=-1 cannot be inferred: the number.* 4, .*dp_replicate 3.*multiple of 3"),
+        (dict(dp_replicate=3), 4, r"dp_replicate=3 needs a multiple of 3 processes, and there are 4: "),
         (dict(), 0, r"world_size is 0; it must be at least 1"),
     ],
 )

@@ -44,7 +44,9 @@ def test_a_runs_newest_checkpoint_continues_a_prompt(ranks, tmp_path):
 def test_a_directory_of_transformers_has_its_own_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     directory = pretrained_models.write("llama", tmp_path / "in")
-    assert find_model(directory)[1] == "bytes"
+    assert find_model(directory)[1] is None
+    with pytest.raises(ConfigError, match=r"does not say which tokenizer its model has: give --tokenizer FILE"):
+        print_text(str(directory), TextSettings("once"))
     words = {"[UNK]": 0, "once": 1, "upon": 2, "time": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -1,6 +1,8 @@
 """``tensorshard export``: a checkpoint's weights for other programs."""
 
 import argparse
+import shutil
+from pathlib import Path
 
 from tensorshard.commands.arguments import HelpFormat
 from tensorshard.config import ConfigError
@@ -75,7 +77,31 @@ def run(args: argparse.Namespace) -> int:
         export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=size, overwrite=args.overwrite)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(str(error).replace("overwrite=True", "--overwrite")) from error
+    if args.to == "hf" and isinstance(source, Path) and isinstance(target, Path):
+        _copy_tokenizer(source, target)
     written = open_store(args.words[1])
     files = written.files()
     print(f"{target}: {', '.join(files)} ({sum(written.size(file) or 0 for file in files):,} bytes)")
     return 0
+
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+)
+
+
+def _copy_tokenizer(checkpoint: Path, target: Path) -> None:
+    """Copies the tokenizer of the run that wrote a checkpoint, as ``save_pretrained`` of transformers has it."""
+    from tensorshard.config import load_config
+    from tensorshard.trainer.run_directory import RunDirectory
+    from tensorshard.trainer.text import tokenizer_of
+
+    config = RunDirectory(checkpoint.resolve().parent.parent).config
+    name = tokenizer_of(load_config(str(config))) if config.is_file() else None
+    place = Path(name) if name else Path()
+    names = _TOKENIZER_FILES if place.is_dir() else (place.name,)
+    folder = place if place.is_dir() else place.parent
+    for file in (folder / each for each in names):
+        if name and file.is_file():
+            shutil.copyfile(file, target / ("tokenizer.json" if not place.is_dir() else file.name))

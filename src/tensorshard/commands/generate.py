@@ -41,7 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
-        help="a tokenizer.json or its directory, or 'bytes' (default: the model's own, else bytes)",
+        help="a tokenizer.json or its directory, or 'bytes' (default: the model's own)",
     )
     add_allow(parser)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to split it over (default: 1)")

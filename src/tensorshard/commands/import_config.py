@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         keys = " ".join(f"--without {entry.key!r}" for entry in ledger.refused[:3] if entry.value != "(implied)")
         more = " ..." if len(ledger.refused) > 3 else ""
         print(
-            f"\n{len(ledger.refused)} of the keys {'is' if len(ledger.refused) == 1 else 'are'} refused, so no config was written; change the file, give values "
+            f"\n{len(ledger.refused)} of the keys {'is' if len(ledger.refused) == 1 else 'are'} refused, so no config "
+            f"was written; change the file, give values "
             f"as KEY=VALUE, or leave keys out: {keys}{more}",
             file=sys.stderr,
         )

@@ -190,7 +190,7 @@ class Plan(FromOthers):
         self._check_implemented()
         degrees = {axis: getattr(self, axis) for axis in AXES}
         known = math.prod(d for d in degrees.values() if d != -1)
-        product = " x ".join(f"{axis} {d}" for axis, d in degrees.items() if d not in (1, -1)) or "1"
+        product = " x ".join(f"{axis}={d}" for axis, d in degrees.items() if d not in (1, -1)) or "1"
         free = next((axis for axis, d in degrees.items() if d == -1), None)
         if free is None:
             if known != world_size:
@@ -202,9 +202,9 @@ class Plan(FromOthers):
             return self._checked()
         if world_size % known:
             raise ValueError(
-                f"{free}=-1 cannot be inferred: the number of processes, {world_size}, does not divide by the other "
-                f"axes ({product}, together {known}); start a multiple of {known} processes with "
-                f"torchrun --nproc-per-node {known} or tensorshard's --nproc {known}, or change a degree"
+                f"{product} needs a multiple of {known} processes, and there {'is' if world_size == 1 else 'are'} "
+                f"{world_size}: start them with torchrun --nproc-per-node {known} or tensorshard's --nproc {known}, or "
+                f"change a degree"
             )
         return replace(self, **{free: world_size // known})._checked()
 

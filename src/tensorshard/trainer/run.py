@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from tensorshard.trainer.report import print_opening, print_summary, resume_comm
 from tensorshard.trainer.run_directory import RunDirectory, Session, write_session
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.trainer.start import Start, begun_anywhere, find_start, note_start, write_config
-from tensorshard.trainer.text import TextSettings, sample_text
+from tensorshard.trainer.text import TextSettings, sample_text, tokenizer_of
 from tensorshard.trainer.trainer import StopRequest, Trainer
 from tensorshard.weights.files.manifest import DamagedCheckpointError
 
@@ -100,6 +100,9 @@ def run(
         expected = _choose_plan(config, request, device)
     settings = TrainSettings.from_config(config)
     sample = TextSettings.from_config(config.sample) if config.get("sample") else None
+    if sample is not None and (tokenizer := tokenizer_of(config)) is None:
+        raise ConfigError("sample: it needs a tokenizer: 'bytes', a tokenizer.json, or a directory that has one")
+    sample = sample and replace(sample, tokenizer=tokenizer)
     settings.check_batch(settings.plan.resolve(dist.get_world_size()).dp_size)
     begun = begun_anywhere(world_group())
     start = decide_once(lambda: find_start(config, settings, resume, output, begun), world_group())

@@ -16,7 +16,7 @@ from tensorshard.comm.world import DEFAULT_TIMEOUT
 from tensorshard.common.stores import local_or_url
 from tensorshard.config import ConfigError, load_config
 from tensorshard.config.lazy import suggest
-from tensorshard.data.text import BYTES, TextCodec, find_codec
+from tensorshard.data.text import TextCodec, find_codec
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import longest_sequence
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError
@@ -66,7 +66,8 @@ class TextSettings:
 def sample_text(engine: Engine, settings: TextSettings) -> str:
     """The prompt and the text that `engine` adds to it. It ends early if the model can read no more tokens.
     Collective."""
-    codec = find_codec(settings.tokenizer or BYTES)
+    assert settings.tokenizer is not None
+    codec = find_codec(settings.tokenizer)
     limit = longest_sequence(engine.sharded.structure)
     room = settings.max_new_tokens if limit is None else limit - len(codec.encode(settings.prompt))
     if room < 1:
@@ -84,7 +85,13 @@ def print_text(
     """
     try:
         model, beside = find_model(Path(source), allow)
-        codec = find_codec(settings.tokenizer or beside)
+        tokenizer = settings.tokenizer or beside
+        if tokenizer is None:
+            raise ConfigError(
+                f"{source} does not say which tokenizer its model has: give --tokenizer FILE (a tokenizer.json or its "
+                f"directory), or --tokenizer bytes if it was trained on bytes"
+            )
+        codec = find_codec(tokenizer)
         if not codec.encode(settings.prompt):
             raise ConfigError("the prompt is empty; give at least one character")
         engine = parallelize(
@@ -101,8 +108,14 @@ def print_text(
         print(text)
 
 
-def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn.Module], str]:
-    """A model with weights for :func:`parallelize`, and the tokenizer that belongs to it.
+def tokenizer_of(config: DictConfig) -> str | None:
+    """The tokenizer of a run's model: of its ``sample``, or of the text that it is trained on; None if neither says."""
+    names = (OmegaConf.select(config, key) for key in ("sample.tokenizer", "text.tokenizer"))
+    return next((str(name) for name in names if name), None)
+
+
+def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn.Module], str | None]:
+    """A model with weights for :func:`parallelize`, and the tokenizer that belongs to it, if that is known.
 
     Args:
         source: the directory of a run, for its newest checkpoint; a checkpoint of a run; a directory or a checkpoint
@@ -120,10 +133,9 @@ def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn
         config: DictConfig = load_config(str(run.config), allow=allow)
         build = initial_model(config.model)
         build = getattr(build, "build", build)  # without the weights from which the run began
-        tokenizer = (config.get("sample") or {}).get("tokenizer") or BYTES
-        return from_pretrained(checkpoint, build), tokenizer
+        return from_pretrained(checkpoint, build), tokenizer_of(config)
     if (source / "config.json").is_file():
-        return from_pretrained(source), str(source) if (source / "tokenizer.json").is_file() else BYTES
+        return from_pretrained(source), str(source) if (source / "tokenizer.json").is_file() else None
     what = "has no model" if source.exists() else "does not exist"
     raise ConfigError(
         f"{source} {what}; expected the directory of a run with a checkpoint, one of its checkpoints, or a directory "
