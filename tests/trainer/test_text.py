@@ -10,10 +10,11 @@ import torch
 
 import pretrained_models
 import tensorshard as ts
+from tensorshard.commands.export import _copy_tokenizer
 from tensorshard.config import ConfigError, load_config, save_config
 from tensorshard.data.text import find_codec
 from tensorshard.trainer.initial_model import initial_model
-from tensorshard.trainer.text import TextSettings, find_model, print_text
+from tensorshard.trainer.text import TextSettings, find_model, print_text, tokenizer_of
 
 SIZES = ["model.context_length=32", "model.num_layers=1", "model.num_heads=2", "model.width=16"]
 
@@ -65,3 +66,24 @@ def test_what_cannot_be_asked_is_told(tmp_path):
         find_codec(str(tmp_path / "bad.json"))
     with pytest.raises(ConfigError, match="there is no key 'promt'; did you mean"):
         TextSettings.from_config({"promt": "a"})
+
+
+def test_a_run_on_text_has_the_tokenizer_that_it_was_trained_with(tmp_path):
+    config = load_config("hf", [f"model.pretrained={tmp_path}", "text.tokenizer=words/tokenizer.json"])
+    assert tokenizer_of(config) == "words/tokenizer.json"
+    assert tokenizer_of(load_config("hf", [f"model.pretrained={tmp_path}"])) == str(tmp_path)
+    assert tokenizer_of(load_config("quickstart", [])) == "bytes"
+
+
+def test_an_export_has_the_tokenizer_of_its_run(tmp_path):
+    run, words = tmp_path / "runs" / "one", tmp_path / "words"
+    words.mkdir(parents=True)
+    (words / "tokenizer.json").write_text("{}")
+    (words / "tokenizer_config.json").write_text("{}")
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    save_config(load_config("hf", [f"model.pretrained={words}"]), run / "config.yaml")
+    target = tmp_path / "out"
+    target.mkdir()
+    _copy_tokenizer(run / "checkpoints" / "step-1", target)
+    assert sorted(file.name for file in target.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    _copy_tokenizer(tmp_path / "elsewhere" / "step-1", target)  # of no run

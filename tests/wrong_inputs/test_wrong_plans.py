@@ -42,7 +42,7 @@ WRONG: dict[str, Case] = {
     "offload to nowhere": (lambda: ts.Plan(offload="gpuu").resolve(1), "offload", "gpuu"),
     "a field set afterwards": (lambda: setattr(ts.Plan(), "zero", 2), "zero", "dataclasses.replace(plan, zero=2)"),
     "degrees that are not the world's": (lambda: ts.Plan(dp_shard=3).resolve(4), "multiply to 3", "processes is 4"),
-    "degrees that do not divide it": (lambda: ts.Plan(tp=3).resolve(4), "needs a multiple of 3 processes, and there are 4", "multiple of 3"),
+    "degrees that do not divide it": (lambda: ts.Plan(tp=3).resolve(4), "tp=3 needs a multiple of 3", "there are 4"),
     "a world as text": (lambda: ts.Plan().resolve("4"), "world_size is '4'", "an integer of at least 1"),
     "a compiled model of split sequences": (
         lambda: ts.Plan(cp=2, compile=True).resolve(4), "compile=True", "cp=2", "set compile=False"
