@@ -97,7 +97,8 @@ class BatchBuffers:
     def _described(self, name: str) -> str:
         path, _, own = name.rpartition(".")
         kind = type(self._sharded.structure.get_submodule(path)).__name__
-        return f"module {path!r} ({kind}) changes its buffer {own!r} in forward"
+        where = f"module {path!r}" if path else "the model"
+        return f"{where} ({kind}) changes its buffer {own!r} in forward"
 
     def _stood_in(self, since: dict[str, tuple[int, int]]) -> str | None:
         buffers = self._sharded.persistent_buffers()
