@@ -29,12 +29,6 @@ def _with_parameter(value: torch.Tensor) -> nn.Module:
     return model
 
 
-def _hooked() -> nn.Module:
-    model = _model()
-    model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    return model
-
-
 def _laid_out() -> nn.Module:
     model = _model()
     _parallelize(model)
@@ -73,7 +67,6 @@ WRONG: dict[str, Case] = {
         lambda: _parallelize(_with_parameter(torch.zeros(2, dtype=torch.complex64))), "'special'", "view_as_real"
     ),
     "an integer parameter": (lambda: _parallelize(_with_parameter(torch.arange(3))), "'special'", "int64", "buffer"),
-    "a hook on a parameter": (lambda: _parallelize(_hooked()), "'0.weight' has a hook", "register_gradient_hook"),
     "sparse gradients": (
         lambda: _parallelize(nn.Sequential(nn.Embedding(5, 8, sparse=True), nn.Linear(8, 3))), "'0'", "sparse=True"
     ),

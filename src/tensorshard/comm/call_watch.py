@@ -489,7 +489,7 @@ def _look(watch: "weakref.ref[CallWatch]", stop: threading.Event, pause: float) 
         call_watch = watch()
         if call_watch is None:
             return
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, KeyError):  # the latter while the world is set aside: its groups are not known
             call_watch.look()
         del call_watch
 

@@ -210,11 +210,14 @@ class IndependentSamples:
     def _batch(self, given: list[Any]) -> Any:
         """A batch of two samples or more; None if there is none. A collective of all ranks.
 
-        A single sample is joined with that of the next micro-batch, or of a neighbour.
+        A single sample is joined with that of the next micro-batch, or of a neighbour; not one of which each rank has
+        some positions, which are not sent.
         """
         sizes = [_size(each, 0) for each in given]
         if not self._largest(float(sizes[:1] == [1])):
             return given[0] if given and sizes[0] > 1 else None
+        if any(is_part(tensor) for tensor in tree_tensors(given)):
+            return None
         others = given[1:2]
         if self._mesh.dp_size > 1:
             everyone: list[Any] = [None] * self._mesh.dp_size
