@@ -58,7 +58,11 @@ def test_the_launcher_reports_one_cause(tmp_path, processes):
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert run.returncode == 1
     report = run.stderr[run.stderr.rindex("Root Cause") :].splitlines()  # another rank may have failed at that moment
-    assert len(report) == 9 and "ValueError: dp_shard=-1" in report[-2] and "--nproc-per-node 7" in report[-2]
+    assert (
+        len(report) == 9
+        and "ValueError: tp=7 needs a multiple of 7" in report[-2]
+        and "--nproc-per-node 7" in report[-2]
+    )
 
 
 def _other_error() -> Exception:

@@ -59,7 +59,7 @@ RANKS = {
     "docs/your-own-loop.md": 2,
 }
 NOT_RUN = {
-    "installs packages; .ci/run runs it": 2,
+    "installs packages; .ci/run runs it": 3,
     "takes hours": 1,
     "needs accelerate; tests/docs/test_coming_from.py runs it where it is": 1,
     "needs datasets; tests/data/test_packing.py runs the same where it is": 1,

@@ -224,7 +224,8 @@ class PipelineStepRunner(StepRunner):
             assert order is not None
             order.choose(world().known(message[6:], [0.0] * len(notes)))
         if failed:
-            self._runner.forget_latest()
+            if torch.is_grad_enabled():
+                self._runner.forget_latest()
             last = self._sharded.last_rank
             decide_once(self._raise_failure, self._group, rank=last, device=self._device)
         if stale:

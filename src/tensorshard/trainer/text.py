@@ -16,7 +16,7 @@ from tensorshard.comm.world import DEFAULT_TIMEOUT
 from tensorshard.common.stores import local_or_url
 from tensorshard.config import ConfigError, load_config
 from tensorshard.config.lazy import suggest
-from tensorshard.data.text import TextCodec, find_codec
+from tensorshard.data.text import BYTES, StdlibText, TextCodec, find_codec
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.generation import longest_sequence
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError
@@ -110,8 +110,9 @@ def print_text(
 
 def tokenizer_of(config: DictConfig) -> str | None:
     """The tokenizer of a run's model: of its ``sample``, or of the text that it is trained on; None if neither says."""
-    names = (OmegaConf.select(config, key) for key in ("sample.tokenizer", "text.tokenizer"))
-    return next((str(name) for name in names if name), None)
+    names = [OmegaConf.select(config, key) for key in ("sample.tokenizer", "text.tokenizer", "data.train.tokenizer")]
+    reads_bytes = str(OmegaConf.select(config, "data.train._target_")).rpartition(".")[2] == StdlibText.__name__
+    return next((str(name) for name in names if name), BYTES if reads_bytes else None)
 
 
 def find_model(source: Path, allow: Sequence[str] = ()) -> tuple[Callable[[], nn.Module], str | None]:

@@ -91,7 +91,7 @@ class _Absent:
     def forget_latest(self) -> None:
         """Called after a step whose loss has failed: it had no gradients."""
         for cut in self._recent:
-            del self._known[cut]
+            self._known.pop(cut, None)
 
     def of(self, cut: Cut) -> frozenset[int] | None:
         """Places of the tensors without gradients; None in the first step with `cut`."""
