@@ -55,7 +55,7 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "steps below 0": ("train mine.py train.steps=-5", "train.steps is -5", "at least 1"),
     "a batch that does not divide": ("train mine.py train.global_batch_size=3", "3 does not divide", "2 or 4"),
     "a level that does not exist": ("train mine.py train.plan.zero=4", "train.plan: zero is 4", "0, 1, 2 and 3"),
-    "degrees that do not fit": ("train mine.py train.plan.tp=3", "train.plan", "processes, 2", "multiple of 3"),
+    "degrees that do not fit": ("train mine.py train.plan.tp=3", "train.plan", "there are 2", "multiple of 3"),
     "broken Python": ("train broken.py", "broken.py, line 2", "SyntaxError"),
     "Python that fails": ("train fails.py", "fails.py, line 2", "ZeroDivisionError"),
     "broken YAML": ("train broken.yaml", "broken.yaml cannot be read as YAML"),
@@ -74,9 +74,9 @@ AT_ONCE: dict[str, tuple[Any, ...]] = {
     "generating with nothing": ("generate", "a model and a prompt", "given nothing"),
     "generating from nowhere": ("generate nowhere once", "nowhere does not exist", "a run with a checkpoint"),
     "generating from a file": ("generate mine.py once", "mine.py has no model", "a run with a checkpoint"),
-    "no new tokens": ("generate run once --max-new-tokens 0", "max_new_tokens=0", "at least 1"),
-    "a temperature below 0": ("generate run once --temperature -1", "temperature=-1", "at least 0"),
-    "none of the likeliest": ("generate run once --top-k 0", "top_k=0", "at least 1"),
+    "no new tokens": ("generate run once --tokenizer bytes --max-new-tokens 0", "max_new_tokens=0", "at least 1"),
+    "a temperature below 0": ("generate run once --tokenizer bytes --temperature -1", "temperature=-1", "at least 0"),
+    "none of the likeliest": ("generate run once --tokenizer bytes --top-k 0", "top_k=0", "at least 1"),
     "importing no checkpoint": ("import-checkpoint", "a checkpoint and a folder", "given nothing"),
     "exporting nothing": ("export", "a checkpoint and a directory", "given nothing"),
     "exporting what is not a checkpoint": ("export run out", "run is not a checkpoint", "engine.json"),
@@ -126,9 +126,12 @@ BY_WORKERS: dict[str, tuple[Any, ...]] = {
         "train mine.py model.width=32 --resume run/checkpoints/step-1 --output out", "another model", "(11, 16)"
     ),
     "weights that are not there": ("train mine.py model.pretrained=nowhere", "model.pretrained=nowhere"),
-    "a prompt of nothing": (["generate", "run", ""], "the prompt is empty", "at least one"),
-    "a prompt that is too long": (["generate", "run", "\x01\x02\x03\x04\x05"], "at most 4"),
-    "a prompt outside of the vocabulary": ("generate run zz --max-new-tokens 1", "122", "11 rows", "vocabulary"),
+    "a prompt of nothing": (["generate", "run", "", "--tokenizer", "bytes"], "the prompt is empty", "at least one"),
+    "a prompt that is too long": (["generate", "run", "\x01\x02\x03\x04\x05", "--tokenizer", "bytes"], "at most 4"),
+    "a run that does not say its tokenizer": ("generate run a", "which tokenizer its model has", "--tokenizer bytes"),
+    "a prompt outside of the vocabulary": (
+        "generate run zz --tokenizer bytes --max-new-tokens 1", "122", "11 rows", "vocabulary"
+    ),
     "a tokenizer for text that is none": ("generate run a --tokenizer nowhere", "no tokenizer nowhere", "'bytes'"),
 }  # fmt: skip
 
