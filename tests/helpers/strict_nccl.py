@@ -253,7 +253,6 @@ class StrictGroup(dist.ProcessGroup):
     """
 
     device = "cpu"
-    backend = "nccl"  # or another of the names that torch's implementations of NCCL have
 
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -271,7 +270,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(
-            name=lambda: self.backend, options=SimpleNamespace(_timeout=self.timeout), supports_coalescing=False
+            name=lambda: "nccl", options=SimpleNamespace(_timeout=self.timeout), supports_coalescing=False
         )
 
     def check(self, tensor: torch.Tensor, name: str) -> None:

@@ -51,7 +51,6 @@ _NO_END = " could not end: "  # between a call and its cause
 _MANY_RANKS = 64  # above, states are read less often
 _OUTSIDE = "a forward, backward or read of your own"  # where no call is under way
 _HERE = "An earlier call failed on this rank, and the script went on"
-_SAME = "every rank makes the same calls in the same order"
 
 # Gloo's and NCCL's words when another rank did not come, or is gone.
 _SIGNS = (
@@ -359,9 +358,9 @@ class CallWatch:
                     also = "as many of engine.backward, too: with fewer micro-batches, one more on a loss times 0"
                 else:
                     also = "also those that only one rank needs (no `if rank == 0` around them)"
-                return (
-                    rank,
-                    f"rank {rank} called {state['call']} while rank {self._rank} called {call}; {_SAME}, {also}",
+                return rank, (
+                    f"rank {rank} called {state['call']} while rank {self._rank} called {call}; every rank makes the "
+                    f"same calls in the same order, {also}"
                 )
         for rank, state in states.items():
             if state["ended"]:

@@ -99,9 +99,10 @@ def _copy_tokenizer(checkpoint: Path, target: Path) -> None:
 
     config = RunDirectory(checkpoint.resolve().parent.parent).config
     name = tokenizer_of(load_config(str(config))) if config.is_file() else None
-    place = Path(name) if name else Path()
-    names = _TOKENIZER_FILES if place.is_dir() else (place.name,)
-    folder = place if place.is_dir() else place.parent
-    for file in (folder / each for each in names):
-        if name and file.is_file():
-            shutil.copyfile(file, target / ("tokenizer.json" if not place.is_dir() else file.name))
+    if name is None:
+        return
+    place = Path(name)
+    files = {each: place / each for each in _TOKENIZER_FILES} if place.is_dir() else {"tokenizer.json": place}
+    for written, file in files.items():
+        if file.is_file():
+            shutil.copyfile(file, target / written)

@@ -171,7 +171,7 @@ def _say_what_is_ours(reading: Reading) -> None:
     if not any(key.startswith("optimizer.") for key in settings):
         text = "the file has none: AdamW with lr=2e-5, after 10 steps of warm-up, is this package's; set optimizer.lr"
         reading.add("optimizer", IMPLIED, DIFFERENT, text)
-    if "train.global_batch_size" not in settings:
+    if not any(key.startswith("batch.") for key in settings):
         reading.add("batch sizes", IMPLIED, DIFFERENT, "the file has none: train.global_batch_size=8 is this package's")
     if "train.steps" not in settings:
         reading.add("steps", IMPLIED, DIFFERENT, "the file has none: train.steps=100 is this package's; set it")

@@ -84,8 +84,9 @@ class _Absent:
 
     def begin(self, micro_batches: int) -> None:
         """Called before each step. What a failed step has learned is forgotten."""
-        self._recent = set() if self._left else self._learned.keys() - self._known.keys()
-        self._known |= {} if self._left else self._learned
+        learned = {} if self._left else self._learned
+        self._recent = set(learned)
+        self._known |= learned
         self._learned, self._left = {}, micro_batches
 
     def forget_latest(self) -> None:
