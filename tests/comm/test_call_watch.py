@@ -63,6 +63,29 @@ def test_different_collectives_outside_of_all_calls(ranks):
         assert "in all_reduce of gradients (4 bytes)" in cause
 
 
+_KEPT: list[CallWatch] = []
+
+
+def _kept() -> None:
+    _KEPT.append(_watch())
+    assert _KEPT[-1].is_of_this_world
+
+
+def _after_the_world_of_a_watch() -> list[str]:
+    assert not _KEPT[-1].is_of_this_world
+    try:
+        return _outside_of_calls()
+    finally:
+        _KEPT.clear()
+
+
+def test_a_watch_of_an_earlier_world_is_not_asked(ranks):
+    """The file of its store is gone; torch waits five minutes for it."""
+    ranks(2, _kept)
+    for _, cause in ranks(2, _after_the_world_of_a_watch, timeout=60.0):
+        assert "in all_reduce of a unit (8 bytes)" in cause
+
+
 def test_as_many_backwards_are_asked_for(ranks):
     for cause in ranks(2, _one_backward_more):
         assert cause is not None and cause.endswith("with fewer micro-batches, one more on a loss times 0")

@@ -81,7 +81,7 @@ def noted_cause(error: BaseException) -> str | None:
 
 def _explain_outside(error: RuntimeError) -> None:
     """Notes at the `error` of a collective outside of any Engine's call why it could not end."""
-    watches = list(_WATCHES)
+    watches = [watch for watch in _WATCHES if watch.is_of_this_world]
     if any(watch.is_in_call for watch in watches):
         return  # which notes it
     for watch in watches:
@@ -146,13 +146,14 @@ class CallWatch:
         self._alarmed = False
         self._asked = 0  # looks in a row at which this process was asked to end
         self._store: Any = None
+        self._of_world: Any = None
         self._written: dict[str, Any] = {}  # what the store has of this rank
         if not enabled:
             return
         self._thread = threading.get_ident()
         if self._size == 1 or dist.get_backend(groups[0]) == "fake" or world().is_simulated:
             return
-        store = default_store()
+        store = self._of_world = default_store()
         made = store.add(f"tensorshard/watches/{self._rank}", 1)  # the same number on all ranks
         self._store = dist.PrefixStore(f"tensorshard/calls/{made}", store.clone())  # type: ignore[attr-defined]  # as threads need it; torch's types lack it
         self._write()
@@ -205,6 +206,11 @@ class CallWatch:
                 return
             threading.Event().wait(self._pause)
         raise CollectiveMismatchError(with_cause(call, f"not every rank has failed as well. {failed}"))
+
+    @property
+    def is_of_this_world(self) -> bool:
+        """Whether the world of this watch has not ended, and none has taken its place. Else nobody serves its store."""
+        return _is_of_this_world(self._of_world)
 
     @property
     def is_in_call(self) -> bool:
@@ -483,13 +489,18 @@ def _failures(state: Mapping[str, Any]) -> int:
     return int(state["begun"] - state["done"] - (state["call"] is not None))
 
 
+def _is_of_this_world(store: Any) -> bool:
+    return dist.is_initialized() and default_store() is store
+
+
 def _look(watch: "weakref.ref[CallWatch]", stop: threading.Event, pause: float) -> None:
     while not stop.wait(pause):
         call_watch = watch()
         if call_watch is None:
             return
-        with suppress(RuntimeError, KeyError):  # the latter while the world is set aside: its groups are not known
-            call_watch.look()
+        if call_watch.is_of_this_world:
+            with suppress(RuntimeError, KeyError):  # the latter where the world is set aside meanwhile
+                call_watch.look()
         del call_watch
 
 
@@ -500,7 +511,7 @@ def _end(
     stop.set()
     if thread is not threading.current_thread():
         thread.join(2.0)  # it must not use the store while the interpreter is finalized
-    if dist.is_initialized() and default_store() is not of_world:  # another world has begun, and nobody reads this one
+    if dist.is_initialized() and not _is_of_this_world(of_world):  # another world has begun, and nobody reads this one
         return
     with suppress(RuntimeError):
         store.set_timeout(_LAST_WORDS)  # where the world is over, its store may be gone
