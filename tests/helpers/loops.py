@@ -1,7 +1,11 @@
-"""What loops do with weights and gradients, written once for one process and for an Engine under any plan."""
+"""What loops do with weights and gradients, written once for one process and for an Engine under any plan.
+
+The models have dropout, which draws the same numbers in both.
+"""
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,19 +22,23 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 16), nn.Dropout(0.1))
+
+
 class Net(nn.Module):
-    """Blocks that take sequences [samples, positions, 16], and a head."""
+    """Blocks that take sequences [samples, positions, 16], and a head. All of it has dropout."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inlet = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4)])
+        self.blocks = nn.ModuleList([_block() for _ in range(4)])
         self.head = nn.Linear(16, 4)
         self._reentrant = reentrant
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inlet(x)
+        x = F.dropout(self.inlet(x), 0.1, self.training)
         x = x + F.scaled_dot_product_attention(x, x, x)  # relates positions, as sequence parallelism asks for
         for block in self.blocks:
             if self._reentrant:
@@ -45,17 +53,19 @@ class Net(nn.Module):
 
 
 class Tower(Net):
-    """Half of the samples' batches come with an image."""
+    """Half of the samples' batches come with an image: all samples of a call, or those in `rows`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)])
+        self.vision = nn.ModuleList([_block() for _ in range(2)])
 
-    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, image: torch.Tensor | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if image is not None:
             for block in self.vision:
                 image = image + block(image)
-            x = x + image
+            x = x + image if rows is None else torch.where(rows[:, None, None], x + image, x)
         return super().forward(x)
 
 
@@ -158,9 +168,14 @@ class Side:
     """
 
     def __init__(
-        self, build: Callable[[], nn.Module], fields: dict[str, Any] | None, optimizer: Any, parts: int
+        self,
+        build: Callable[[], nn.Module],
+        fields: dict[str, Any] | None,
+        optimizer: Any,
+        parts: int,
+        micro_batches: int = 1,
     ) -> None:
-        self.parts = parts  # data ranks
+        self.parts, self.micro_batches = parts, micro_batches  # of the plan: data ranks
         self.steps = 0
         self.values: dict[str, float] = {}
         self.engine: Any = None
@@ -188,12 +203,16 @@ class Side:
         loss = F.cross_entropy(output, y)
         return loss if self.penalty is None else loss + self.penalty(self.model)
 
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The samples of the first data rank, then those of the next one."""
+        return torch.cat([x[i :: self.parts] for i in range(self.parts)])
+
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This side's samples."""
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(16, POSITIONS, 16, generator=generator), torch.randint(4, (16,), generator=generator)
         if self.engine is None:
-            return x, y
+            return self.in_order(x), self.in_order(y)
         share = slice(self.engine.mesh.dp_rank, None, self.engine.mesh.dp_size)
         return x[share], y[share]
 
@@ -208,12 +227,13 @@ class Side:
         self.update()
 
     def mean(self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: Any, y: Any) -> None:
-        """A forward and a backward by hand: of the whole batch, or of the plan's micro-batches."""
+        """A forward and a backward by hand for each micro-batch."""
         if self.engine is None:
-            loss_of(x, y).backward()
+            parts = [part.unflatten(0, (self.parts, self.micro_batches, -1)).transpose(0, 1) for part in (x, y)]
+            for part_x, part_y in zip(*parts, strict=True):
+                (loss_of(part_x.flatten(0, 1), part_y.flatten(0, 1)) / self.micro_batches).backward()
             return
-        micro = self.engine.plan.micro_batches
-        for part_x, part_y in zip(x.chunk(micro), y.chunk(micro), strict=True):
+        for part_x, part_y in zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True):
             self.engine.backward(loss_of(part_x, part_y))
 
     def update(self) -> None:
@@ -290,11 +310,9 @@ def some_ranks_call(side: Side, step: int) -> None:
     parts = side.parts
     with_image = [index % 2 == 1 or parts == 1 for index in range(parts)]
     if side.engine is None:
-        losses = [
-            F.cross_entropy(side.model(x[i::parts], image[i::parts] if with_image[i] else None), y[i::parts])
-            for i in range(parts)
-        ]
-        loss = torch.stack(losses).mean()
+        x, image, y = map(side.in_order, (x, image, y))
+        rows = torch.tensor(with_image).repeat_interleave(len(x) // parts)
+        loss = F.cross_entropy(side.model(x, image, rows), y)
         side.note({"loss": loss.item()})
         loss.backward()
         side.update()
@@ -407,7 +425,8 @@ def swap(side: Side, step: int) -> None:
                 side.note({"average": side.engine.evaluate(x, y).item()})
             assert all(torch.equal(weight, before[name]) for name, weight in side.engine.full_state_dict().items())
         else:
-            output = torch.func.functional_call(side.model, average, (x,))
+            output = torch.func.functional_call(side.model.eval(), average, (x,))
+            side.model.train()
             side.note({"average": F.cross_entropy(output, y).item()})
 
 
@@ -544,7 +563,7 @@ def two_engines(side: Side, step: int) -> None:
             plan = side.engine.plan
             fields = dict(zero=plan.zero, tp=plan.tp, pp=plan.pp, micro_batches=plan.micro_batches)
             fields |= dict(precision=plan.precision, dp_replicate=plan.dp_replicate, recompute=plan.recompute)
-        side.other = Side(_generator, fields, ADAMW, side.parts)  # type: ignore[attr-defined]
+        side.other = Side(_generator, fields, ADAMW, side.parts, side.micro_batches)  # type: ignore[attr-defined]
     other = side.other  # type: ignore[attr-defined]
     x, y = side.batch(step)
     other.mean(lambda x, y: F.cross_entropy(side.model(other.model(x)), y), x, y)
@@ -636,24 +655,30 @@ EXPERT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 Results = tuple[dict[str, torch.Tensor], dict[str, float]]
 
 
-def run(loop: str, fields: dict[str, Any] | None, parts: int, experts: bool = False) -> Results:
+def run(loop: str, fields: dict[str, Any] | None, parts: int, experts: bool = False, micro_batches: int = 1) -> Results:
     """Weights and further values after a few steps. On ranks other than the first the weights are {}.
 
     Args:
+        fields: of the plan; None for one process without an Engine, with the numbers that an Engine draws.
+        parts: data ranks of the plan.
         experts: whether the model has mixtures of experts.
+        micro_batches: of the plan.
     """
     act, build, optimizer = LOOPS[loop]
     if experts:
         build = Experts
-    side = Side(build, fields, optimizer, parts)
-    for side.steps in range(STEPS):
-        act(side, side.steps)
+    side = Side(build, fields, optimizer, parts, micro_batches)
+    with ts.same_randomness(side.model) if fields is None else nullcontext():
+        for side.steps in range(STEPS):
+            act(side, side.steps)
     return side.state(), side.values
 
 
-def try_to_run(loop: str, fields: dict[str, Any], parts: int, experts: bool = False) -> Results | str:
+def try_to_run(
+    loop: str, fields: dict[str, Any], parts: int, experts: bool = False, micro_batches: int = 1
+) -> Results | str:
     """As :func:`run`; the sentence if it is refused."""
     try:
-        return run(loop, fields, parts, experts)
+        return run(loop, fields, parts, experts, micro_batches)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -34,6 +34,7 @@ from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
 Kinds = tuple[Axes | None, ...]
+_EVALUATION = " in evaluation"  # no module is called so
 
 
 class DrawRefusedError(RuntimeError):
@@ -94,6 +95,7 @@ class ModelRandomness:
         self._stack: list[_Call] = []
         self._rehearses = False
         self._outer = _Call(_Place((), 0, 0))
+        self._by_loop: Counter[str] = Counter()  # calls in this step that a loop made itself
         self._tickets: dict[tuple[str, int], _Place] = {}
         self._drawn: dict[int, tuple[Any, int, torch.Tensor | None, Box]] = {}  # by tickets: what was drawn
         self._sites: dict[Any, dict[Site, Kinds]] = {}  # by the signature of the inputs
@@ -131,11 +133,12 @@ class ModelRandomness:
     def begin_step(self, step: int) -> None:
         """Called before forwards; nothing happens if the step is that of the last call."""
         if step != self.step:
+            self._by_loop.clear()
             self.begin_again()
         self.step = step
 
     def begin_again(self) -> None:
-        """Called before a step that may be made again: its forwards are counted from the first on."""
+        """Called before a step that may be made again: its forwards are counted from those that a loop made itself."""
         self._tickets.clear()
         self._drawn.clear()
         self._chosen.clear()
@@ -143,7 +146,7 @@ class ModelRandomness:
 
     def begin_samples(self, first: int, samples: int) -> None:
         """Called before the forwards of some samples, of which the first is number `first` of this rank's batch."""
-        self._outer = _Call(_Place((), first, samples))
+        self._outer = _Call(_Place((), first, samples), calls=self._by_loop.copy())
 
     def at(self, first: int) -> None:
         """In a plain loop with micro-batches: the next forward has those from sample `first` of the batch on."""
@@ -156,10 +159,15 @@ class ModelRandomness:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around each forward of the whole model, or of a stage, for the samples that were begun."""
+        """Around each forward of the whole model, or of a stage, for the samples that were begun.
+
+        Those in evaluation are counted by themselves, downwards: a script may have some between its steps.
+        """
         place = self._outer.place
-        number = self._outer.calls[""]
-        self._outer.calls[""] += 1
+        trains = self._modes_of_root()[1]
+        kind = "" if trains else _EVALUATION
+        self._outer.calls[kind] += 1
+        number = self._outer.calls[kind] - 1 if trains else -self._outer.calls[kind]
         self._stack.append(_Call(_Place((("", number),), place.first, place.samples)))
         self._draws_of.clear()
         depth = len(self._stack)
@@ -202,7 +210,7 @@ class ModelRandomness:
     def rehearsal(self, inputs: Any) -> Iterator[None]:
         """Around a run on other tensors that draws what the forward of these inputs will draw in this step."""
         before = self._outer, self._tickets, self._drawn, self._chosen, self._stack, self.inputs
-        self._outer, self._stack = _Call(_Place((), 0, samples_of(inputs))), []
+        self._outer, self._stack = _Call(_Place((), 0, samples_of(inputs)), calls=self._by_loop.copy()), []
         self._tickets, self._drawn, self._chosen = {}, {}, {}
         self._rehearses = True
         try:
@@ -222,7 +230,7 @@ class ModelRandomness:
 
     def continue_with(self, first: int, samples: int) -> None:
         """As :meth:`begin_samples`, for one more forward of a step in which forwards are counted."""
-        self._outer = _Call(_Place((), first, samples), calls=self._outer.calls)
+        self._outer = _Call(_Place((), first, samples), calls=self._by_loop)
 
     def note_inputs(self, inputs: Any) -> None:
         """Called before each forward with its inputs; they are tried out if nothing is known of the model yet."""

@@ -23,7 +23,7 @@ def same_randomness(model: nn.Module, seed: int = 0) -> Iterator[ModelRandomness
     drawn before, recomputation and torch's own seed do not matter. The step is how often an optimizer with parameters
     of `model` has updated, of several the one that did most often. An Engine draws the same under every plan with
     ``random="same"``, the default, and the same seed.
-    Put it around the whole loop, on one process; it leaves the model as it was.
+    Put it around the whole loop, on one process, evaluations too; it leaves the model as it was.
 
     Args:
         model: not laid out. Its forward is called as ``model(...)``, on whole batches.
