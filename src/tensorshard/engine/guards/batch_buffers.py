@@ -18,7 +18,6 @@ from tensorshard.torch_private.tensors import tensor_version
 
 _ROUNDING = 1e-6  # the largest relative difference of checksums that is no difference
 _CHUNK = 1 << 20
-_FIRST = 64  # elements of each parameter that are compared: a statistic of the batch sets all of them
 _MULTIPLIER, _PERIOD = 40_503, 65_536  # weights of a checksum: sums of counts are the same on every rank
 
 _REMEDY = (
@@ -80,7 +79,7 @@ class BatchBuffers:
             return
         message = self._stood_in(stand_ins) if stand_ins is not None else None
         if message is None and not taken & (taken + 1):
-            message = self._different_buffer(taken) or (self._different_parameter() if taken == 0 else None)
+            message = self._different_buffer(taken)
         if self._mesh.degrees["pp"] > 1 and not taken & (taken + 1):
             message = self._of_any_stage(message)
         if message is not None:
@@ -129,22 +128,6 @@ class BatchBuffers:
         return (
             f"{self._described(different)}, and before update {taken + 1} the data ranks hold different "
             f"values of it. {_REMEDY}. A buffer that is meant to be each rank's own is registered with persistent=False"
-        )
-
-    def _different_parameter(self) -> str | None:
-        named = [
-            (name, parameter.detach().reshape(-1)[:_FIRST])
-            for name, parameter in self._sharded.model.named_parameters()
-            if not self._sharded.is_released(name)
-            and parameter.device.type != "meta"
-            and not self._sharded.split.of(name).of_data_ranks
-        ]
-        different = self._different(named)
-        if different is None:
-            return None
-        return (
-            f"the data ranks hold different values of parameter {different!r} before the first update, as after a "
-            f"forward that sets a parameter from its first batch. {_REMEDY}; or set it before parallelize"
         )
 
     def _different(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
