@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +12,11 @@ import torch.distributed as dist
 
 import tensorshard as ts
 from tensorshard import cli
+from tensorshard.common.progress import TimeIsUp, progress
 from tensorshard.common.words import size_text
+from tensorshard.config import load_config
 from tensorshard.predict.changes import Change, find_changes
+from tensorshard.trainer.estimated_run import EstimatedRun
 
 MIB = 1 << 20
 PLAN = ts.Plan(zero=0).resolve(8)
@@ -36,14 +40,34 @@ def _needed(plan: ts.Plan) -> int:
     ],
 )
 def test_the_cheapest_changes_that_fit(memory, changes):
-    found = find_changes(PLAN, memory, _needed, batch=8)
+    found = list(find_changes(PLAN, memory, _needed, batch=8))
     assert [change.words for change in found] == changes
     assert all(change.needed <= memory for change in found)
 
 
 def test_micro_batches_divide_the_batch():
-    found = find_changes(PLAN, 150, _needed, batch=3)
-    assert not any(change.words.startswith("micro_batches") for change in found)
+    found = list(find_changes(PLAN, 150, _needed, batch=3))
+    assert [change.words for change in found if "micro_batches" in change.words] == ["micro_batches=3"]
+
+
+def test_a_kind_of_change_that_is_not_enough_is_tried_once():
+    tried = []
+
+    def needed(plan: ts.Plan) -> int:
+        tried.append(plan.micro_batches)
+        return 1000
+
+    assert not list(find_changes(PLAN, 150, needed, batch=16))
+    assert next(count for count in tried if count > 1) == 16
+
+
+def test_what_was_found_when_the_time_is_over(monkeypatch):
+    run = EstimatedRun(load_config("quickstart", []), 2)
+    estimate = run.estimate()
+    monkeypatch.setattr(run, "estimate", mock.Mock(side_effect=[estimate, estimate, TimeIsUp]))
+    with progress("looking", until=time.monotonic() + 100):
+        changes, ended = run.changes_that_fit(estimate, estimate.largest.peak_device)
+    assert (len(changes), ended) == (1, "its time was over")
 
 
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError, RuntimeError])

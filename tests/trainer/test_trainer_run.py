@@ -29,7 +29,7 @@ from tensorshard.config import ConfigError, load_config
 from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
-from tensorshard.trainer.estimated_run import estimate_run
+from tensorshard.trainer.estimated_run import EstimatedRun, estimate_run
 from tensorshard.trainer.initial_model import check_files
 from tensorshard.trainer.loaders import Collate, evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
@@ -429,9 +429,25 @@ def test_a_directory_of_transformers_is_trained(ranks: RankPool, tmp_path: Path,
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert last["step"] == 2 and last["val_loss"] > 0 and ("val_accuracy" in last) == (name == "classifier")
     with pytest.raises(ConfigError, match=r"model\.pretrained=DIR, a directory as Hugging Face writes it"):
-        load_config(name)
+        check_files(load_config(name).model)
     with pytest.raises(ConfigError, match=r"model\.pretrained=nowhere: there is no file or directory nowhere"):
         check_files(load_config(name, ["model.pretrained=nowhere"]).model)
+
+
+def test_a_config_json_alone_is_estimated_and_trained(ranks: RankPool, tmp_path: Path) -> None:
+    described = pretrained_models.llama().config
+    described.update({"architectures": ["LlamaForCausalLM"], "vocab_size": 256})
+    described.save_pretrained(tmp_path / "in")
+    words = ["hf", f"model.config={tmp_path / 'in'}", "text.context_length=16"]
+    config = load_config(words[0], words[1:])
+    assert EstimatedRun(config, 2).estimate().largest.by_category["parameters"] > 0
+    overrides = [word for word in SMALL if not word.startswith("model.")]
+    ranks(1, _run, *words, "text.tokenizer=bytes", *overrides, output=tmp_path / "run")
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
+    with pytest.raises(ConfigError, match=r"model\.config=nowhere: there is no nowhere/config\.json"):
+        EstimatedRun(load_config("hf", ["model.config=nowhere"]), 2)
+    with pytest.raises(ConfigError, match=r"has no value; give it one: model\.pretrained=DIR.*or model\.config=DIR"):
+        EstimatedRun(load_config("hf"), 2)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt", "quickstart", "vit"])

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 
 from tensorshard.config import ConfigError
@@ -20,6 +21,22 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
         help="a module that a YAML config may call, such as your own; "
         "tensorshard, torch.nn, torch.optim, torchmetrics and transformers are allowed",
     )
+
+
+def add_within(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--within TIME``."""
+    parser.add_argument("--within", metavar="TIME", help="such as 2m: end then with what was found, as Ctrl-C does")
+
+
+def end_of(within: str | None) -> float | None:
+    """When what began now has to end, by ``time.monotonic``; None for never.
+
+    Raises:
+        ValueError: `within` is no time.
+    """
+    from tensorshard.plan.field_checks import size_in_seconds
+
+    return None if within is None else time.monotonic() + size_in_seconds("--within", within)
 
 
 def find_own_modules() -> None:

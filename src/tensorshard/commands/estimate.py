@@ -8,8 +8,10 @@ from tensorshard.commands.arguments import (
     HelpFormat,
     add_allow,
     add_config_and_world_size,
+    add_within,
     check_world_size,
     config_and_overrides,
+    end_of,
     find_own_modules,
 )
 from tensorshard.common.words import fit
@@ -30,6 +32,8 @@ examples:
       the plan of a file, such as 'tensorshard plan --save' writes
   tensorshard estimate my_config.py --world-size 4 --memory 24GiB
       exit status 1 where it does not fit
+  tensorshard estimate hf model.config=DIR --world-size 16 --gpu a100-80
+      the model of DIR's config.json; neither weights nor a tokenizer are needed
 """
 
 
@@ -53,6 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FILE",
         help="also write a page: memory over a step, the mesh, the schedule, the largest tensors",
     )
+    add_within(parser)
     add_allow(parser)
     parser.set_defaults(command=run, parser=parser)
 
@@ -66,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """
     world_size = check_world_size(args.world_size)
     find_own_modules()
+    from tensorshard.common.progress import TimeIsUp, progress
     from tensorshard.plan.field_checks import size_in_bytes
     from tensorshard.predict.hardware import find_hardware
     from tensorshard.trainer.estimated_run import EstimatedRun
@@ -81,10 +87,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         find_hardware(args.gpu)
         memory = None if args.memory is None else size_in_bytes("--memory", args.memory)
-        asked = EstimatedRun(read.config, world_size, args.gpu)
-        estimate = asked.estimate()
+        until = end_of(args.within)
+        with progress(f"estimating {source} on {world_size} ranks", until=until, is_command=True):
+            asked = EstimatedRun(read.config, world_size, args.gpu)
+            estimate = asked.estimate()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except TimeIsUp as error:
+        raise ConfigError(
+            f"--within {args.within}: the estimate had not ended by then; give it more time, or fewer pipeline stages, "
+            f"each of which is run"
+        ) from error
     print(fit(estimate.describe(memory), _WIDTH))
     if args.html is not None:
         try:
@@ -95,12 +108,16 @@ def run(args: argparse.Namespace) -> int:
     available = memory if memory is not None else estimate.hardware.memory if estimate.hardware is not None else None
     if available is None or estimate.fits(available):
         return 0
-    print("\nlooking for changes that make it fit ...", file=sys.stderr, flush=True)
-    print(fit(_advice(asked.changes_that_fit(estimate, available)), _WIDTH))
+    sys.stdout.flush()
+    with progress("looking for changes that make it fit", until=until, is_command=True):
+        changes, ended = asked.changes_that_fit(estimate, available)
+    print(fit(_advice(changes, ended), _WIDTH))
     return 1
 
 
-def _advice(changes: "list[Change]") -> str:
+def _advice(changes: "list[Change]", ended: str) -> str:
+    if ended and not changes:
+        return f"\nno change that was tried makes it fit, and then {ended}"
     if not changes:
         return "\nno change of the plan that was tried makes it fit; use more ranks, or devices with more memory"
     title = "\nwhat makes it fit, the cheapest first (as overrides train.plan.NAME=VALUE), and the memory then:"

@@ -7,8 +7,10 @@ from tensorshard.commands.arguments import (
     HelpFormat,
     add_allow,
     add_config_and_world_size,
+    add_within,
     check_world_size,
     config_and_overrides,
+    end_of,
     find_own_modules,
 )
 from tensorshard.config import ConfigError
@@ -24,8 +26,8 @@ examples:
       as the file says, on as many processes as it is for
   tensorshard plan my_config.py --world-size 4 --measure
       the best three plans for this machine really take two steps; the fastest is chosen
-  tensorshard plan my_config.py train.plan.tp=8 --world-size 64 --gpu a100-80 --memory 70GiB
-      with tp=8; every field of train.plan that is set here stays as it is
+  tensorshard plan my_config.py train.plan.tp=8 --world-size 64 --gpu a100-80 --within 2m
+      the best that two minutes find with tp=8; every field of train.plan that is set here stays as it is
 """
 
 
@@ -55,6 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help=f"take two steps under each of the best N plans (default: {MEASURED}) here; the fastest comes first",
     )
+    add_within(parser)
     parser.add_argument("--save", metavar="FILE", help="write the best plan as YAML, for train.plan=FILE")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
     add_allow(parser)
@@ -75,26 +78,32 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} {path}: there is no folder {os.path.dirname(path)}")
     if args.measure < 0:
         raise ConfigError(f"--measure {args.measure}: the number of plans to run must be at least 1")
+    try:
+        until = end_of(args.within)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if args.measure and args.gpu is not None:
         raise ConfigError(f"--measure runs plans on this machine, and --gpu {args.gpu} names another; leave one out")
     find_own_modules()
     from dataclasses import replace
 
+    from tensorshard.common.progress import progress
     from tensorshard.predict.search.find_plans import NothingFitsError
     from tensorshard.trainer.planned_run import plans_of_run, read_config
 
     source, overrides = config_and_overrides(args.words)
     read = read_config(source, overrides, allow=args.allow)
     try:
-        search = plans_of_run(
-            read.config,
-            replace(read.request, automatic=not read.request.free),
-            world_size,
-            hardware=args.gpu,
-            memory=args.memory,
-            global_batch=args.global_batch,
-            top=max(args.top, args.measure),
-        )
+        with progress(f"looking for plans of {source} on {world_size} ranks", until=until, is_command=True):
+            search = plans_of_run(
+                read.config,
+                replace(read.request, automatic=not read.request.free),
+                world_size,
+                hardware=args.gpu,
+                memory=args.memory,
+                global_batch=args.global_batch,
+                top=max(args.top, args.measure),
+            )
     except ConfigError as error:
         if not isinstance(error.__cause__, NothingFitsError):
             raise

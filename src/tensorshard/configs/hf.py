@@ -3,6 +3,9 @@
 Nothing is downloaded; the directory has ``config.json``, ``model.safetensors`` and ``tokenizer.json``::
 
     tensorshard train hf model.pretrained=path/to/model text.files='texts/*.txt'
+
+With ``model.config=path/to/model`` the weights are new ones. ``tensorshard estimate`` and ``plan`` need no more
+than the ``config.json``.
 """
 
 from tensorshard.config import LazyCall, get_config
@@ -13,11 +16,11 @@ train = get_config("common/train.py").train
 optimizer = get_config("common/optim.py").optimizer
 scheduler = get_config("common/optim.py").scheduler
 
-model = {"pretrained": "???"}
+model = {"pretrained": None, "config": "${model.pretrained}"}
 loss = LazyCall(next_token_loss, partial=True)()
 
 # Files: paths or patterns of text files; None for the standard library. Every tenth part is for validation.
-text = {"files": None, "tokenizer": "${model.pretrained}", "context_length": 256}
+text = {"files": None, "tokenizer": "${model.config}", "context_length": 256}
 
 
 def _text(split):

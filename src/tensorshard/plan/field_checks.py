@@ -99,6 +99,21 @@ def size_in_bytes(name: str, value: Any) -> int:
     return value
 
 
+def size_in_seconds(name: str, value: Any) -> float:
+    """Seconds of a number, or of text such as "90s", "2m" or "1h".
+
+    Raises:
+        ValueError, TypeError: `value` is no duration, or not above zero.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"{name}={value!r} was given; it must be seconds, or text such as '90s' or '2m'")
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([smh]?)\s*", str(value))
+    seconds = 0.0 if match is None else float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+    if seconds <= 0:
+        raise ValueError(f"{name}={value!r} was given; it must be seconds above 0, or text such as '90s' or '2m'")
+    return seconds
+
+
 def check_experts(plan: Mapping[str, Any], axes: str) -> None:
     """Checks ``ep`` against the other fields of a resolved plan.
 

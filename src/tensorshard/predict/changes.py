@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
+from tensorshard.common.progress import say
 from tensorshard.common.words import size_text
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.predict.estimate import REFUSALS
@@ -40,8 +42,8 @@ class _Candidate:
 
 def find_changes(
     plan: Plan, memory: int, needed: Callable[[Plan], int], *, batch: int | None = None, most: int = 3
-) -> list[Change]:
-    """The `most` cheapest changes that make `plan` fit; if no single one does, several together.
+) -> Iterator[Change]:
+    """The `most` cheapest changes that make `plan` fit, as they are found; if no single one does, several together.
 
     Args:
         plan: a resolved plan that does not fit.
@@ -50,23 +52,49 @@ def find_changes(
             the model or the batch.
         batch: samples of one data rank, a multiple of the number of micro-batches; None if it is not known.
     """
-    changes: list[Change] = []
     kinds: set[str] = set()
     best: dict[str, tuple[int, _Candidate]] = {}
-    for candidate in _candidates(plan, batch):
-        if candidate.kind in kinds:  # a milder change of this kind is enough
+    for kind, group in groupby(_candidates(plan, batch), key=lambda candidate: candidate.kind):
+        if kind in kinds:  # a milder change of this kind is enough
             continue
-        bytes_needed = _needed(plan, candidate.fields, needed)
-        if bytes_needed is None:
+        found = _mildest(plan, memory, needed, list(group), best)
+        if found is not None:
+            yield found
+            kinds.add(kind)
+            if len(kinds) == most:
+                return
+    if not kinds:
+        yield from _together(plan, memory, needed, [candidate for _, candidate in best.values()])
+
+
+def _mildest(
+    plan: Plan,
+    memory: int,
+    needed: Callable[[Plan], int],
+    group: list[_Candidate],
+    best: dict[str, tuple[int, _Candidate]],
+) -> Change | None:
+    """The mildest of a `group` of changes that is enough; None if the strongest that this model takes is not.
+
+    Args:
+        best: for each kind, the change that needs the least so far, and how much; this adds to it.
+    """
+    while group:
+        strongest = group.pop()
+        least = _needed(plan, strongest.fields, needed)
+        if least is None:
             continue
-        if bytes_needed <= memory:
-            changes.append(Change(_words(candidate.fields), candidate.cost, bytes_needed))
-            kinds.add(candidate.kind)
-            if len(changes) == most:
-                return changes
-        elif candidate.kind not in best or bytes_needed < best[candidate.kind][0]:
-            best[candidate.kind] = (bytes_needed, candidate)
-    return changes or _together(plan, memory, needed, [candidate for _, candidate in best.values()])
+        if strongest.kind not in best or least < best[strongest.kind][0]:
+            best[strongest.kind] = (least, strongest)
+        if least > memory:
+            return None
+        for milder_one in group:
+            bytes_needed = _needed(plan, milder_one.fields, needed)
+            if bytes_needed is not None and bytes_needed <= memory:
+                strongest, least = milder_one, bytes_needed
+                break
+        return Change(_words(strongest.fields), strongest.cost, least)
+    return None
 
 
 def milder(plan: Plan, batch: int | None = None) -> list[tuple[str, str]]:
@@ -100,6 +128,7 @@ def _together(plan: Plan, memory: int, needed: Callable[[Plan], int], candidates
 
 
 def _needed(plan: Plan, fields: dict[str, Any], needed: Callable[[Plan], int]) -> int | None:
+    say(f"trying {_words(fields)}")
     try:
         return needed(replace(plan, **fields))
     except REFUSALS:
@@ -112,12 +141,9 @@ def _candidates(plan: Plan, batch: int | None) -> Iterator[_Candidate]:
     if plan.dp_shard > 1:
         for level in range(zero + 1, 3):
             yield _Candidate("zero", {"zero": level}, "no more traffic")
-    factor = 2
-    while batch is not None and plan.micro_batches * factor <= batch and factor <= 8:
-        if batch % (plan.micro_batches * factor) == 0:
-            count = plan.micro_batches * factor
+    for count in sorted({plan.micro_batches * factor for factor in (2, 4, 8)} | {batch or 0}):  # at last, each sample
+        if batch is not None and plan.micro_batches < count and batch % count == 0:
             yield _Candidate("micro_batches", {"micro_batches": count}, "smaller matrix products")
-        factor *= 2
     if plan.dp_shard > 1 and zero < 3:
         yield _Candidate("zero", {"zero": 3}, "half as much traffic again")
     if plan.recompute != "full":

@@ -51,14 +51,16 @@ def rank_lines(rank: RankEstimate) -> list[str]:
 
 
 def tensor_lines(tensors: Sequence[LargeTensor]) -> list[str]:
-    """The largest tensors, each in one line with the line of the user's code that made it, if there is one."""
+    """The largest tensors, each with the line of the user's code that made it, if there is one: in two lines where one
+    would be too long."""
     lines = []
     for tensor in tensors:
         count = f"{tensor.count} x " if tensor.count > 1 else ""
         where = tensor.line or tensor.operation.removeprefix("aten.").partition(".")[0]
         shape = f"[{', '.join(map(str, tensor.shape))}] {tensor.dtype}"
-        line = f"  {count + size_text(tensor.nbytes):>14}  {tensor.category}  {shape}  {where}"
-        lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
+        line = f"  {count + size_text(tensor.nbytes):>14}  {tensor.category}  {shape}"
+        whole = f"{line}  {where}"
+        lines += [whole] if len(whole) <= _WIDTH else [line, f"{'':>18}{where}"]
     return lines
 
 

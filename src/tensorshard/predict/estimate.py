@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorshard.comm.forked import run_at_once
+from tensorshard.common.progress import say
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.loss_terms import takes_model
 from tensorshard.engine.optimizer import OptimizerFactory
@@ -264,6 +265,8 @@ def estimate(
 
     def estimated(stage: int) -> RankEstimate:
         rank = first_ranks[stage]
+        stage_words = f", stage {stage} of {len(first_ranks)}" if len(first_ranks) > 1 else ""
+        say(f"two steps of rank {rank} on fake tensors{stage_words}")
         with (
             _quiet(),
             without_fake_kernel_reports(),

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from tensorshard.comm.forked import ForkFailed, in_forked_process
+from tensorshard.common.progress import end_words
 from tensorshard.common.words import size_text
 from tensorshard.config import ConfigError
 from tensorshard.host.memory import available_on_host
@@ -75,14 +76,23 @@ class EstimatedRun:
         self._tables[split], self._shared.recorded = decisions.table, decisions.recorded
         return estimated
 
-    def changes_that_fit(self, estimate: Estimate, memory: int) -> list[Change]:
-        """The cheapest changes of the plan of `estimate` with which the run fits into `memory` bytes of each device."""
+    def changes_that_fit(self, estimate: Estimate, memory: int) -> tuple[list[Change], str]:
+        """The cheapest changes of the plan of `estimate` with which the run fits into `memory` bytes of each device.
+
+        Also why the search for them ended early; "" if it did not.
+        """
         batch = self._settings.global_batch_size // estimate.plan.dp_size
 
         def needed(plan: Plan) -> int:
             return (estimate if plan == estimate.plan else self.estimate(plan)).largest.peak_device
 
-        return find_changes(estimate.plan, memory, needed, batch=batch)
+        changes: list[Change] = []
+        try:
+            for change in find_changes(estimate.plan, memory, needed, batch=batch):
+                changes.append(change)
+        except KeyboardInterrupt as stop:
+            return changes, end_words(stop)
+        return changes, ""
 
     def _batch(self, samples: int) -> Any:
         """A batch of the first sample, again and again: only its shapes matter."""

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,24 +12,33 @@ from torch import nn
 
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, find_target, parameters
+from tensorshard.data.text import BYTES
 from tensorshard.engine.loader import is_stream
 from tensorshard.trainer.loaders import Collate
 from tensorshard.trainer.settings import TrainSettings
 from tensorshard.weights.files.pretrained_model import PretrainedModel, from_pretrained
+from tensorshard.weights.files.transformers_weights import model_of
 
 _KEY = WEIGHTS_KEY.rpartition(".")[2]
+_CONFIG = "config"
 
 
 def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedModel:
     """What :func:`tensorshard.parallelize` takes for the ``model`` section of a config.
 
     ``model.pretrained`` names files whose weights the model starts from, as for :func:`tensorshard.from_pretrained`;
-    without a ``_target_`` the model itself is the one of its ``config.json``.
+    without a ``_target_`` the model itself is the one of its ``config.json``, or of that in ``model.config``.
 
     Raises:
         ConfigError: there are no such files, or no model for them.
     """
     path = _files(config)
+    if _CONFIG in config and "_target_" not in config:
+        try:
+            build = model_of(Path(_described(config)))
+        except (OSError, ImportError, ValueError) as error:
+            raise ConfigError(f"model.config={config[_CONFIG]}: {error}") from error
+        return build if path is None else _pretrained(path, build)
     if path is None and (_KEY not in config or _is_argument(config)):
         return functools.partial(_build, config)
     rest = config.copy()
@@ -43,7 +53,7 @@ def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedMod
 
 
 def check_files(config: DictConfig) -> None:
-    """Refuses a ``model`` section whose files of weights are not there. It does not import transformers.
+    """Refuses a ``model`` section whose files are not there, or not named. It does not import transformers.
 
     Raises:
         ConfigError: there are no such files.
@@ -51,6 +61,27 @@ def check_files(config: DictConfig) -> None:
     path = _files(config)
     if path is not None:
         _pretrained(path, nn.Module)
+    elif _CONFIG in config and "_target_" not in config and not Path(_described(config), "config.json").is_file():
+        raise ConfigError(f"model.config={config[_CONFIG]}: there is no {config[_CONFIG]}/config.json")
+
+
+def _described(config: DictConfig) -> str:
+    """The folder whose ``config.json`` describes the model."""
+    if config[_CONFIG] is None:
+        raise ConfigError(
+            f"{WEIGHTS_KEY} has no value; give it one: {WEIGHTS_KEY}=DIR, a directory as Hugging Face writes it; or "
+            f"model.config=DIR, of which config.json alone is read, for new weights"
+        )
+    return str(config[_CONFIG])
+
+
+def for_shapes(config: DictConfig) -> DictConfig:
+    """`config`, for what looks at shapes alone: bytes stand for a tokenizer that is not there."""
+    tokenizer = OmegaConf.select(config, "text.tokenizer")
+    if tokenizer is not None and Path(tokenizer).is_dir() and not Path(tokenizer, "tokenizer.json").is_file():
+        config = config.copy()
+        config.text.tokenizer = BYTES
+    return config
 
 
 def _files(config: DictConfig) -> str | None:
@@ -62,7 +93,8 @@ def _pretrained(path: str, build: Callable[[], nn.Module] | None) -> PretrainedM
     try:
         return from_pretrained(path, build)
     except (OSError, ImportError, ValueError) as error:
-        raise ConfigError(f"{WEIGHTS_KEY}={path}: {error}") from error
+        new = f"; model.config={path} begins with new weights" if Path(path, "config.json").is_file() else ""
+        raise ConfigError(f"{WEIGHTS_KEY}={path}: {error}{new}") from error
 
 
 def _build(config: DictConfig) -> nn.Module:
@@ -98,10 +130,12 @@ class RunParts:
     """
 
     def __init__(self, config: DictConfig) -> None:
+        check_files(config.model)
         self._config = config
         self.settings = TrainSettings.from_config(config)
         if config.data.get("train") is None:
             raise ConfigError("the config has no data.train, whose samples say what the model is given")
+        config = for_shapes(config)
         self._data = instantiate(config.data.train)
         self.collate = Collate.of(config)
 

@@ -15,7 +15,7 @@ from tensorshard.plan.plan import Plan
 from tensorshard.predict.hardware import Hardware, hardware_here
 from tensorshard.predict.search import PlanSearch, find_plans
 from tensorshard.predict.search.problem import SEARCHED
-from tensorshard.trainer.initial_model import initial_model
+from tensorshard.trainer.initial_model import check_files, for_shapes, initial_model
 from tensorshard.trainer.loaders import Collate
 from tensorshard.trainer.memory import memory_of_gpus
 from tensorshard.trainer.settings import SECTIONS
@@ -146,6 +146,8 @@ def plans_of_run(
         raise ConfigError(f"the config has no {' and no '.join(missing)}; see the shipped config quickstart.py")
     if config.data.get("train") is None:
         raise ConfigError("the config has no data.train, whose samples say what the model is given")
+    check_files(config.model)
+    config = for_shapes(config)
     try:
         plan = instantiate(config.train.plan)
         fixed = request.fixed(plan)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorshard as ts
+from tensorshard.common.progress import TimeIsUp
 from tensorshard.predict.hardware import Hardware, Link, Rates
 from tensorshard.predict.search.candidates import candidates
-from tensorshard.predict.search.problem import make_problem
-from tensorshard.predict.search.search import BY_TIME, Progress, Search
+from tensorshard.predict.search.problem import SearchProblem, make_problem
+from tensorshard.predict.search.search import BY_TIME, Search
 
 RATES = Rates(
     {"float32": 5e9}, 5e9, (0.8, 1.0), (0.8, 1.0), launch=1e-9, asynchronous=False, devices_per_node=2,
@@ -69,7 +70,7 @@ def find(model: Any = Model, **options: Any) -> ts.PlanSearch:
 
 def search(**options: Any) -> Search:
     rest = {"memory": None, "global_batch": None, "fixed": None}
-    return Search(make_problem(Model, **rest | asked(**options))).run(BY_TIME, 1, Progress())
+    return Search(make_problem(Model, **rest | asked(**options))).run(BY_TIME, 1)
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +200,27 @@ def test_what_is_refused_before_any_work(options, said):
     with pytest.raises((ValueError, TypeError)) as error:
         find(**options)
     assert said in str(error.value)
+
+
+def test_a_search_ends_with_the_best_so_far_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates: list[ts.Plan] = []
+
+    def estimate(problem: Any, plan: ts.Plan, *args: Any, **options: Any) -> Any:
+        if "stop_above" in options:  # else it is a trace
+            if len(estimates) == 2:
+                raise TimeIsUp
+            estimates.append(plan)
+        return made(problem, plan, *args, **options)
+
+    made = SearchProblem.estimate
+    monkeypatch.setattr(SearchProblem, "estimate", estimate)
+    search = ts.find_plans(Model, **asked(within="10m", top=5))
+    assert 1 <= len(search) <= 2 and not search.proven and search.ended == "its time was over"
+    assert "ended since its time was over" in " ".join(search.describe().split())
+
+
+def test_a_search_that_found_nothing_in_its_time_says_so() -> None:
+    with pytest.raises(ValueError, match=r"its time was over before a plan was estimated; give it more time"):
+        ts.find_plans(Model, **asked(within=0.01))
+    with pytest.raises(ValueError, match=r"within='soon' was given; it must be seconds above 0, or text such as"):
+        ts.find_plans(Model, **asked(within="soon"))

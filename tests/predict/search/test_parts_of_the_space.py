@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.predict.estimate import Estimate
 from tensorshard.predict.search.problem import SearchProblem, make_problem
-from tensorshard.predict.search.search import BY_TIME, Progress, Search
+from tensorshard.predict.search.search import BY_TIME, Search
 
 PARTS: dict[str, dict[str, Any]] = {
     "tp=1 pp=1": {"tp": 1, "pp": 1},
@@ -63,7 +63,7 @@ def quick() -> Any:
 
 def best_seconds(problem: SearchProblem, known: Search | None = None) -> tuple[float, Search]:
     search = Search(problem) if known is None else Search(problem, known.traces, known.facts)
-    search.run(BY_TIME, 1, Progress())
+    search.run(BY_TIME, 1)
     return (search.fitting[0].seconds if search.fitting else float("inf")), search
 
 

@@ -14,7 +14,7 @@ from tensorshard.predict.hardware import Hardware
 from tensorshard.predict.search.candidates import candidates
 from tensorshard.predict.search.find_plans import find_plans
 from tensorshard.predict.search.problem import SearchProblem, make_problem
-from tensorshard.predict.search.search import BY_TIME, Progress, Search
+from tensorshard.predict.search.search import BY_TIME, Search
 
 _CONFIG = transformers.MixtralConfig(
     vocab_size=64,
@@ -55,7 +55,7 @@ def test_ep_divides_the_ranks_that_shard_and_the_experts():
 @pytest.mark.slow
 @pytest.mark.parametrize("fixed", [dict(tp=1, pp=1), dict(tp=2, pp=1), dict(tp=1, pp=2)], ids=str)
 def test_predictions_are_near_estimates(fixed):
-    done = Search(_problem(ep=2, cp=1, recompute="none", **fixed)).run(BY_TIME, 1, Progress())
+    done = Search(_problem(ep=2, cp=1, recompute="none", **fixed)).run(BY_TIME, 1)
     assert done.fitting[0].plan.ep == 2
     assert done.facts is not None and done.facts.expert_parts == (1, 2, 4)
     some = [one for one in done.considered if one.is_estimated or one.candidate.order % 9 == 4]

@@ -12,7 +12,7 @@ import tensorshard as ts
 from tensorshard.pipeline.run.draw_schedule import timeline
 from tensorshard.predict.search.predictions import _kept
 from tensorshard.predict.search.problem import make_problem
-from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Progress, Search
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, Search
 
 
 class Model(nn.Module):
@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, Any] = {
 )
 def test_predicted_memory_is_a_bound_that_knows_the_largest_parameter(fields):
     fixed = ts.Plan(**fields).resolve(4).to_dict()
-    done = Search(make_problem(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))).run(BY_TIME, 1, Progress())
+    done = Search(make_problem(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))).run(BY_TIME, 1)
     (one,) = done.considered
     assert one.estimate is not None
     assert 0.35 < one.first.memory / one.estimate.largest.peak_device <= 1
@@ -79,7 +79,7 @@ def test_frozen_weights_count_in_their_own_type(precision):
     fixed = ts.Plan(zero=3, precision=precision).resolve(4).to_dict()
     batch = {"inputs": torch.zeros(4, 1024), "targets": torch.zeros(4, dtype=torch.long), "global_batch": 4}
     problem = make_problem(Frozen, **asked(**batch, world_size=4, memory="1GiB", fixed=fixed))
-    (one,) = Search(problem).run(BY_TIME, 1, Progress()).considered
+    (one,) = Search(problem).run(BY_TIME, 1).considered
     assert one.estimate is not None
     assert 0.35 < one.first.memory / one.estimate.largest.peak_device <= 1
 
@@ -97,7 +97,7 @@ def test_the_part_of_activations_that_a_rank_keeps(schedule, stages):
 def test_a_plan_that_fits_is_found_where_the_fastest_do_not(monkeypatch):
     fixed = {"tp": 1, "pp": 1, "offload": None}
     problem = make_problem(Model, **asked(**ARGUMENTS, memory="1GiB", fixed=fixed))
-    least = Search(problem).run(BY_MEMORY, 1, Progress()).fitting[0].memory
+    least = Search(problem).run(BY_MEMORY, 1).fitting[0].memory
     monkeypatch.setattr(
         import_module("tensorshard.predict.search.find_plans"), "_TRIES", 2
     )  # so that those with the least memory are soon tried

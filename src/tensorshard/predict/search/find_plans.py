@@ -5,6 +5,7 @@ Also here: the best plan for the world that this process is in: rank 0 searches 
 Also here: the error of a search in which no plan fits: by how much, and the smallest changes with which one fits.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -20,12 +21,14 @@ from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.forked import ForkFailed, in_forked_process
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import ranks_here
+from tensorshard.common.progress import progress, say
 from tensorshard.common.words import seconds_words, size_text
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import room_for_rank
 from tensorshard.model.batches import batch_size
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.tensors import map_tensors, tensor_leaves
+from tensorshard.plan.field_checks import size_in_seconds
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import REFUSALS
 from tensorshard.predict.hardware import Hardware, hardware_here
@@ -39,7 +42,7 @@ from tensorshard.predict.search.plan_search import (
     why_nothing_fits,
 )
 from tensorshard.predict.search.problem import SearchProblem, check_objective, fixed_fields, make_problem
-from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, CandidateState, Key, Progress, Search
+from tensorshard.predict.search.search import BY_MEMORY, BY_TIME, CandidateState, Key, Search
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.weights.files.pretrained_model import without_files
 
@@ -65,6 +68,7 @@ def find_plans(
     objective: str = "time",
     top: int = 5,
     step_time: float | None = None,
+    within: float | str | None = None,
 ) -> PlanSearch:
     """The best plans for a model on `world_size` ranks, without the hardware.
 
@@ -93,10 +97,11 @@ def find_plans(
             that take a step in `step_time` seconds.
         top: how many plans to return, at most. The first is the best; the others are the next best.
         step_time: seconds, for the objective "cost".
+        within: seconds, or text such as "2m", after which the search ends with the best plans so far.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense; or nothing fits. The error then names the smallest changes
-            that would.
+        ValueError, TypeError: an argument makes no sense; or nothing fits, or was found within the time. The error then
+            names the smallest changes that would, as far as there was time to try them.
         RuntimeError: this process is in a process group already.
 
     Examples:
@@ -109,6 +114,7 @@ def find_plans(
         2
     """
     check_objective(objective, step_time, top)
+    until = None if within is None else time.monotonic() + size_in_seconds("within", within)
     problem = make_problem(
         without_files(model),
         world_size=world_size,
@@ -121,34 +127,34 @@ def find_plans(
         global_batch=global_batch,
         fixed=fixed,
     )
-    progress = Progress()
-    if step_time is not None:
-        return _answer(_cheapest(problem, top, step_time, progress), top, by_memory=False)
-    by_memory = objective == "memory"
-    search = _best(Search(problem), BY_MEMORY if by_memory else BY_TIME, top, progress)
-    if not search.fitting:
-        raise nothing_fits(search, progress)
-    return _answer(search, top, by_memory=by_memory)
+    with progress("looking for plans", until=until):
+        if step_time is not None:
+            return _answer(_cheapest(problem, top, step_time), top, by_memory=False)
+        by_memory = objective == "memory"
+        search = _best(Search(problem), BY_MEMORY if by_memory else BY_TIME, top)
+        if not search.fitting:
+            raise nothing_fits(search)
+        return _answer(search, top, by_memory=by_memory)
 
 
-def _best(search: Search, key: Key, top: int, progress: Progress) -> Search:
+def _best(search: Search, key: Key, top: int) -> Search:
     """Runs the search. If none of the best plans fits, the best of those that need less of the memory by their bounds
     are tried next, and at last those that take the least."""
-    search.run(key, top, progress, max_misfits=_TRIES)
-    if search.fitting or search.exhausted:
+    search.run(key, top, max_misfits=_TRIES)
+    if search.fitting or search.exhausted or search.ended:
         return search
     for room in _ROOMS if key is BY_TIME else ():
         if not search.fitting:
             most = search.estimates + _TRIES_OF_A_ROOM
-            search.run(key, top, progress, max_misfits=most, room=room, stop_at_first_fit=True)
+            search.run(key, top, max_misfits=most, room=room, stop_at_first_fit=True)
     if not search.fitting:
-        search.run(BY_MEMORY, 1, progress, stop_at_first_fit=True)
+        search.run(BY_MEMORY, 1, stop_at_first_fit=True)
     if search.fitting:
-        search.run(key, top, progress)
+        search.run(key, top)
     return search
 
 
-def _cheapest(problem: SearchProblem, top: int, step_time: float, progress: Progress) -> Search:
+def _cheapest(problem: SearchProblem, top: int, step_time: float) -> Search:
     """The search on the fewest devices that take a step in `step_time` seconds.
 
     Raises:
@@ -159,12 +165,14 @@ def _cheapest(problem: SearchProblem, top: int, step_time: float, progress: Prog
         if problem.world_size % devices:
             continue
         asked = problem.with_changes(world_size=devices)
-        search = Search(asked, search.traces, search.facts).run(BY_TIME, top, progress, longest=step_time)
+        search = Search(asked, search.traces, search.facts).run(BY_TIME, top, longest=step_time)
         if search.fitting:
             return search
-    fastest = _best(Search(problem, search.traces, search.facts), BY_TIME, 1, progress)
+        if search.ended:
+            raise nothing_fits(search)
+    fastest = _best(Search(problem, search.traces, search.facts), BY_TIME, 1)
     if not fastest.fitting:
-        raise nothing_fits(fastest, progress)
+        raise nothing_fits(fastest)
     raise ValueError(
         f"step_time={step_time:g} was asked for, and the fastest plan of all {problem.world_size} ranks takes "
         f"{seconds_words(fastest.fitting[0].seconds)}; allow more time, or more devices"
@@ -189,6 +197,7 @@ def _answer(search: Search, top: int, *, by_memory: bool) -> PlanSearch:
         len(search.considered),
         search.estimates,
         search.exhausted,
+        search.ended,
     )
 
 
@@ -332,21 +341,27 @@ class NothingFitsError(ValueError):
         return "\n".join(lines)
 
 
-def nothing_fits(search: Search, progress: Progress) -> ValueError:
+def nothing_fits(search: Search) -> ValueError:
     """The error of a search without a plan that fits."""
     problem = search.problem
     taken = [one for one in search.considered if not one.refused]
+    if search.ended and not search.estimates:
+        return ValueError(f"{search.ended} before a plan was estimated; give it more time")
     if not taken:
         return ValueError(_no_plan(search))
     least = _nearest(search, taken)
     too_much = size_text(max(0, least.memory - problem.memory))
-    changes = list(_changes(search, progress))
-    progress.end()
+    changes = [] if search.ended else list(_changes(search))
     how = "" if least.is_estimated else "at least "
     sentence = (
         f"no plan of {problem.world_size} ranks fits {size_text(problem.memory)} each; the nearest, "
         f"{plan_words(least.plan)}, takes {how}{size_text(least.memory)}, {too_much} too much"
     )
+    if search.ended:
+        sentence = (
+            f"none of the {search.estimates} plans that were estimated fits {size_text(problem.memory)} each, and then "
+            f"{search.ended}; the nearest, {plan_words(least.plan)}, takes {how}{size_text(least.memory)}"
+        )
     return NothingFitsError(sentence, [str(refusal) for refusal in why_nothing_fits(search)], list(map(str, changes)))
 
 
@@ -362,7 +377,7 @@ def _no_plan(search: Search) -> str:
 
 def _nearest(search: Search, taken: list[CandidateState]) -> CandidateState:
     """The plan that takes the least memory: an estimated one, unless a few tries give no estimate."""
-    for _ in range(2 * _TRIES_OF_A_CHANGE):
+    for _ in range(0 if search.ended else 2 * _TRIES_OF_A_CHANGE):
         nearest = min(taken, key=lambda one: one.memory)
         if nearest.is_estimated:
             break
@@ -371,15 +386,17 @@ def _nearest(search: Search, taken: list[CandidateState]) -> CandidateState:
     return min(taken, key=lambda one: (not one.is_estimated, one.memory))
 
 
-def _changes(search: Search, progress: Progress) -> Iterator[FittingChange]:
+def _changes(search: Search) -> Iterator[FittingChange]:
     """The smallest change of each kind that helps."""
     for kind in (_smaller_batches, _more_devices, _lower_precision):
         for words, problem in kind(search.problem):
-            progress.say(f"no plan fits; trying {words}")
+            say(f"no plan fits; trying {words}")
             tried = Search(problem)
             if problem.fixed.get("precision") == search.problem.fixed.get("precision"):
                 tried = replace(tried, traces=search.traces, facts=search.facts)
-            tried.run(BY_MEMORY, 1, progress, most=_TRIES_OF_A_CHANGE, stop_at_first_fit=True)
+            tried.run(BY_MEMORY, 1, most=_TRIES_OF_A_CHANGE, stop_at_first_fit=True)
+            if tried.ended:
+                return
             if tried.fitting:
                 candidate = tried.fitting[0]
                 yield FittingChange(words, plan_words(candidate.plan), candidate.memory)

@@ -64,6 +64,7 @@ class PlanSearch:
         considered: how many plans the world and the batch allow.
         estimated: how many of them were run on fake tensors. The others are predicted to be slower, or do not fit.
         proven: whether everything that was predicted to be near the best was estimated.
+        ended: why the search ended before that; "" if it did not, or came to its most estimates.
     """
 
     plans: list[FoundPlan]
@@ -75,6 +76,7 @@ class PlanSearch:
     considered: int
     estimated: int
     proven: bool
+    ended: str = ""
 
     def __iter__(self) -> Iterator[FoundPlan]:
         return iter(self.plans)
@@ -126,7 +128,8 @@ class PlanSearch:
         how = f"{self.considered} plans considered, {self.estimated} estimated; times are {grade}."
         if self.proven:
             return f"{how} Of the others it is only predicted that they take longer, or known that they do not fit."
-        return f"{how} The search ended at its bound of estimates: a plan that was not estimated may be better."
+        why = self.ended or "it came to its most estimates"
+        return f"{how} The search ended since {why}: a plan that was not estimated may be better."
 
 
 def _measured_words(choice: FoundPlan) -> str:

@@ -6,14 +6,14 @@ first, and again put in order. The error of a prediction corrects those of plans
 """
 
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tensorshard.common.words import first_line
+from tensorshard.common.progress import end_words, say
+from tensorshard.common.words import first_line, seconds_words
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import REFUSALS, Estimate
 from tensorshard.predict.rank_estimate import LARGE_SEGMENT
@@ -102,25 +102,6 @@ BY_TIME: Key = lambda memory, seconds: (seconds, memory)  # noqa: E731
 BY_MEMORY: Key = lambda memory, seconds: (memory, seconds)  # noqa: E731
 
 
-class Progress:
-    """Writes over its own line on stderr. It writes nothing if stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def say(self, text: str) -> None:
-        """Shows `text` in place of what was shown before."""
-        if self._shown:
-            sys.stderr.write(f"\r\x1b[K{f'looking for plans: {text}'[:79]}")
-            sys.stderr.flush()
-
-    def end(self) -> None:
-        """Clears the line."""
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-
 _SAME = tuple(name for name in SEARCHED if name not in ("recompute", "offload", "zero", "micro_batches"))
 _STAGES = ("tp", "sequence_parallel", "cp", "ep", "pp", "pp_schedule", "pp_stages_per_rank")
 
@@ -138,6 +119,7 @@ class Search:
         fitting: plans that fit, the best first.
         exhausted: whether every plan that could be better than those found was estimated.
         estimates: how many plans were estimated.
+        ended: why it ended before; "" if it did not.
     """
 
     problem: SearchProblem
@@ -148,6 +130,7 @@ class Search:
     fitting: list[CandidateState] = field(default_factory=list)
     exhausted: bool = True
     estimates: int = 0
+    ended: str = ""
     _predictions: Predictions = field(init=False)
     _floors: dict[int, float] = field(default_factory=dict)  # least seconds, by the order of candidates
     _memory_floors: dict[int, int] = field(default_factory=dict)  # least bytes, in the same way
@@ -158,7 +141,6 @@ class Search:
         self,
         key: Key,
         top: int,
-        progress: Progress,
         *,
         most: int = MOST_ESTIMATES,
         max_misfits: int = MOST_ESTIMATES,
@@ -167,6 +149,8 @@ class Search:
         stop_at_first_fit: bool = False,
     ) -> "Search":
         """Looks for the `top` best plans by `key`. If it was run before, it goes on with what is left.
+
+        It ends with what it has when its time is over (:mod:`tensorshard.common.progress`).
 
         Args:
             most: how many plans may be estimated, with those of earlier runs.
@@ -178,8 +162,18 @@ class Search:
         Raises:
             ValueError: the model cannot be trained by any plan.
         """
+        if not self.ended:
+            try:
+                self._run(key, top, most, max_misfits, longest, room, stop_at_first_fit)
+            except KeyboardInterrupt as stop:
+                self.ended, self.exhausted = end_words(stop), False
+        return self
+
+    def _run(
+        self, key: Key, top: int, most: int, max_misfits: int, longest: float, room: float, stop_at_first_fit: bool
+    ) -> None:
         if not self.considered:
-            self._prepare(progress)
+            self._prepare()
         self.exhausted = True
         failed: dict[TraceKey, str] = {}
         queue = self._in_order((one for one in self.considered if one.estimate is None), key)
@@ -198,26 +192,24 @@ class Search:
                 one.refused = failed[wanted]
                 continue
             if wanted not in self.traces:
-                self._trace(wanted, one, failed, queue, progress)
+                self._trace(wanted, one, failed, queue)
             elif self.estimates >= (most if self.fitting else min(most, max_misfits)):
                 self.exhausted = False
                 break
             elif self._can_extrapolate(one):
-                self._extrapolate(one, progress)
+                self._extrapolate(one)
             else:
                 queue.popleft()
-                self._estimate(one, key, progress, longest)
+                self._estimate(one, key, longest)
             self._correct(queue)
             queue = self._in_order(queue, key)
-        progress.end()
-        return self
 
-    def _prepare(self, progress: Progress) -> None:
+    def _prepare(self) -> None:
         problem = self.problem
         if BASE not in self.traces:
             # As many samples as a data rank has if all ranks are data ranks. Most plans compute about as many at once.
             samples = min(problem.global_batch, max(2, problem.global_batch // problem.world_size))
-            progress.say("running the model once")
+            say("running the model once")
             self.facts = model_facts(problem.model, problem.batch(samples)[0], samples, problem.fixed.get("pp_units"))
             if self.facts is not None:
                 problem = self.problem = replace(problem, parameters=self.facts.parameters)
@@ -288,12 +280,11 @@ class Search:
         one: CandidateState,
         failed: dict[TraceKey, str],
         queue: Iterable[CandidateState],
-        progress: Progress,
     ) -> None:
         """Runs a trace for `one`, and predicts anew what it tells more of."""
         along = f"tp={key.tp}{' with sequences split' * key.sequence_parallel}"
         along += f"{f', cp={key.cp}' * (key.cp > 1)}{f', ep={key.ep}' * (key.ep > 1)}"
-        progress.say(f"running {along}, recompute={key.recompute}")
+        say(f"running {along}, recompute={key.recompute}")
         try:
             self.traces[key] = run_trace(self.problem, key, self.traces[BASE].samples, self._equal_blocks)
         except REFUSALS as error:
@@ -308,9 +299,9 @@ class Search:
         deep = len(self._equal_blocks) >= _DEEP
         return one.extrapolated is None and deep and self.problem.can_be_shortened and one.plan.pp == 1
 
-    def _extrapolate(self, one: CandidateState, progress: Progress) -> None:
+    def _extrapolate(self, one: CandidateState) -> None:
         """Predicts a plan from estimates with a few blocks. If the model needs all of them, the prediction stays."""
-        progress.say(f"{self.estimates} of {len(self.considered)} plans estimated, one with a few of the blocks")
+        say(f"{self.estimates} of at most {MOST_ESTIMATES} estimates made; one with a few of the blocks")
         one.extrapolated = False
         try:
             prediction = predict_from_few_blocks(self.problem.under(one.plan.ep), one.plan, self._equal_blocks)
@@ -321,9 +312,9 @@ class Search:
         one.extrapolated = True
         self._raise_floors(one, prediction.seconds * (1 - self._doubt_of_line))
 
-    def _estimate(self, one: CandidateState, key: Key, progress: Progress, longest: float) -> None:
-        best = f", best so far {self.fitting[0].seconds:.3g} s" if self.fitting else ""
-        progress.say(f"{self.estimates} of {len(self.considered)} plans estimated{best}")
+    def _estimate(self, one: CandidateState, key: Key, longest: float) -> None:
+        best = f", the best so far takes {seconds_words(self.fitting[0].seconds)}" if self.fitting else ", none fits"
+        say(f"{self.estimates} of at most {MOST_ESTIMATES} estimates made{best if self.estimates else ''}")
         self.estimates += 1
         plan, samples = one.plan, self.traces[BASE].samples
         knew_cuts = bool(self.problem.shared.traced)
