@@ -69,7 +69,7 @@ class ManualForwards:
         model = sharded.model
         surround_root(model, RootRole.PRECISION, self._whole_forward)
         if plan.precision != "fp32":
-            surround_parts(model, self._forward_context, self._is_called_alone)
+            surround_parts(model, lambda *_: self._forward_context(), self._is_called_alone)
         hook_root(model, RootRole.MANUAL_LOOP, before=self._before, after=self._after, with_kwargs=True)
         hook_root(model, RootRole.MANUAL_LOOP, after=self._after_failure, always=True, with_kwargs=True)
 

@@ -2,18 +2,19 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from tensorshard.comm.collectives import all_gather_into
-from tensorshard.model.forward_contexts import RootRole, hook_root
+from tensorshard.model.forward_contexts import RootRole, hook_root, surround_parts
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.random.call_sites import ModelRandomness
 from tensorshard.random.trial_runs import forward, samples_of
+from tensorshard.torch_private.autograd import is_in_backward
 
 logger = logging.getLogger("tensorshard")
 
@@ -138,16 +139,30 @@ class SameNumbers:
         self.place(index)
         self._randomness.note_inputs(self._parts[index])
 
+    def _alone(self, name: str, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        self._randomness.begin_step(self._step_count())
+        return self._randomness.part(name, (args, kwargs), self._mesh.dp_rank * samples_of((args, kwargs)))
+
+    def _is_called_alone(self) -> bool:
+        return not (self._placed or self._randomness.is_running or is_in_backward())
+
     def follow(self, model: nn.Module) -> None:
-        """Follows the forwards of `model`, whoever calls it."""
+        """Follows the forwards of `model`, whoever calls it, and calls of its parts that a loop makes itself."""
         opened: list[ExitStack] = []
+        parts = surround_parts(model, self._alone, self._is_called_alone)
+        known = 0
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal known
             self._randomness.begin_step(self._step_count())
             if not self._placed:
                 samples = samples_of((args, kwargs))
                 self._randomness.continue_with(self._mesh.dp_rank * samples, samples)
             self._randomness.note_inputs((args, kwargs))
+            if known != len(self._randomness.quiet):  # hooks take time
+                known = len(self._randomness.quiet)
+                for name in self._randomness.quiet & parts.keys():
+                    parts.pop(name)()
             opened.append(ExitStack())
             opened[-1].enter_context(self._randomness.forward())
 

@@ -4,7 +4,7 @@ Several parts of tensorshard put code around the forward of a whole model. Each 
 has, and the order of the roles decides what runs around what, as in :mod:`tensorshard.model.forwards`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum, auto
 from functools import partial
@@ -12,6 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.model.forwards import Role, roles_of
@@ -131,22 +132,28 @@ def _entering(
     return enter, leave
 
 
-def surround_parts(
-    model: nn.Module, context: Callable[[], AbstractContextManager[object]], is_wanted: Callable[[], bool]
-) -> None:
-    """Runs calls of the modules in `model`, and of its other methods, within a ``context()``.
+Context = Callable[[str, Any, Any], AbstractContextManager[object]]
+
+
+def surround_parts(model: nn.Module, context: Context, is_wanted: Callable[[], bool]) -> dict[str, Callable[[], None]]:
+    """Runs calls of the modules in `model`, and of its other methods, within a ``context(name, args, kwargs)``.
 
     Modules in a compiled block are left out, as hooks on them would be compiled.
 
     Args:
+        context: is given the name of the module or method, and what it is called with.
         is_wanted: false within the model's own forward, which has the context already.
+
+    Returns:
+        What undoes this, by names.
     """
     opened: list[tuple[nn.Module, ExitStack]] = []
+    undo: dict[str, Callable[[], None]] = {}
 
-    def enter(module: nn.Module, _: Any) -> None:
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_wanted():
             opened.append((module, ExitStack()))
-            opened[-1][1].enter_context(context())
+            opened[-1][1].enter_context(context(name, args, kwargs))
 
     def leave(module: nn.Module, *_: Any) -> None:
         if opened and opened[-1][0] is module:
@@ -154,14 +161,24 @@ def surround_parts(
 
     compiled = [m for m in model.modules() if not roles_of(m).isdisjoint({Role.COMPILATION, Role.INNER_COMPILATION})]
     within = {inner for block in compiled for inner in block.modules() if inner is not block}
-    for module in model.modules():
+    for name, module in model.named_modules():
         if module is not model and module not in within:
-            module.register_forward_pre_hook(enter, prepend=True)
-            module.register_forward_hook(leave, always_call=True)
+            handles = (
+                module.register_forward_pre_hook(partial(enter, name), prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+            )
+            undo[name] = partial(_remove, handles)
     for name in _own_methods(type(model)):
-        if name not in vars(model):  # deep copies of a partial object call the method of the copied model
-            method = MethodType(getattr(type(model), name), model)
-            vars(model)[name] = partial(_within, as_hook(context), as_hook(is_wanted), method)
+        # Deep copies of a partial object call the method of the copied model.
+        method = vars(model).get(name, MethodType(getattr(type(model), name), model))
+        vars(model)[name] = partial(_within, as_hook(partial(context, name)), as_hook(is_wanted), method)
+        undo[name] = partial(vars(model).pop, name, None)
+    return undo
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _own_methods(cls: type) -> list[str]:
@@ -177,7 +194,7 @@ def _own_methods(cls: type) -> list[str]:
 
 
 def _within(
-    context: Callable[[], AbstractContextManager[object]],
+    context: Callable[[Any, Any], AbstractContextManager[object]],
     is_wanted: Callable[[], bool],
     method: Callable[..., Any],
     /,
@@ -186,5 +203,5 @@ def _within(
 ) -> Any:
     if not is_wanted():
         return method(*args, **kwargs)
-    with context():
+    with context(args, kwargs):
         return method(*args, **kwargs)

@@ -29,7 +29,7 @@ from tensorshard.random.axes import Axes, Box, Site, box_of
 from tensorshard.random.kernels import current_source, drawing_from, repeats_in_backward, repeats_no_more
 from tensorshard.random.philox import key_of, words_of_box
 from tensorshard.random.routed_rows import Routed, Rows, find_rows, rows_of
-from tensorshard.random.trial_runs import AGAIN, LOSS, HostDraws, Run, TrialModel, samples_of, signature_of
+from tensorshard.random.trial_runs import AGAIN, LOSS, HostDraws, Run, TrialModel, call_part, samples_of, signature_of
 from tensorshard.torch_private.dispatch import without_dispatch_modes
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
 
@@ -115,6 +115,10 @@ class ModelRandomness:
         self.next_first: int | None = None
         self.first_of_rank: Callable[[], int] = int  # the number of its first sample in the whole batch
         self.inputs: Any = None
+        self._alone = ""  # the part of the model that runs by itself
+        self._alone_draws: dict[Any, bool] = {}  # by the name of a part and what is in training
+        self._not_tried: dict[str, Exception] = {}  # parts, and why a trial of them failed
+        self.quiet: set[str] = set()  # names of modules that ran in a trial, and within which nothing draws
         self._undo: list[Callable[[], None]] = []
         repeats_in_backward(self)
         self._undo.append(partial(repeats_no_more, self))
@@ -177,8 +181,49 @@ class ModelRandomness:
         finally:
             del self._stack[depth - 1 :]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward runs, of the model or of a part of it, or the loss function."""
+        return bool(self._stack) and not self._stack[-1].place.path[0][0].startswith(AGAIN)
+
     @contextmanager
-    def _host_seeded(self, number: int, first: int) -> Iterator[None]:
+    def part(self, name: str, given: Any, first: int) -> Iterator[None]:
+        """Around a call, in training, of a module in the model or of one of its methods, that a loop makes itself.
+
+        Args:
+            given: (args, kwargs).
+            first: the number of their first sample in the whole batch.
+        """
+        modes = self._modes_of_root()
+        before = self.inputs, self._alone
+        self.inputs, self._alone = given, name
+        try:
+            if not modes[1] or isinstance(self._trial, Exception) or not self._draws_alone(name, modes):
+                yield
+                return
+            self.continue_with(first, samples_of(given))
+            number = self._outer.calls[name]
+            self._outer.calls[name] += 1
+            self._stack.append(_Call(_Place(((name, number),), first, self._outer.place.samples)))
+            try:
+                with (
+                    drawing_from(self),
+                    self._host_seeded((name, number), first) if self._host_draws else nullcontext(),
+                ):
+                    yield
+            finally:
+                self._stack.clear()
+        finally:
+            self.inputs, self._alone = before
+
+    def _draws_alone(self, name: str, modes: tuple[bool, bool]) -> bool:
+        """Whether a part draws that gets the present inputs. One that cannot be tried may, where it trains."""
+        if (name, modes) not in self._alone_draws:
+            self._try_out(self.inputs)
+        return self._alone_draws.get((name, modes), False) or (name in self._not_tried and torch.is_grad_enabled())
+
+    @contextmanager
+    def _host_seeded(self, number: Any, first: int) -> Iterator[None]:
         """Seeds Python's and numpy's generators: for each forward of a whole batch, or of some samples."""
         of_samples = self._host_draws is HostDraws.OF_SAMPLES
         key = key_of(self._seed(), self.step, "host", number, self.first_of_rank() + first if of_samples else 0)
@@ -255,14 +300,19 @@ class ModelRandomness:
     def _try_out(self, inputs: Any) -> None:
         """Finds out what the model draws for inputs like these, and lets modules that draw say that they run."""
         assert isinstance(self._trial, TrialModel)
-        modes = self._modes()
-        self._tried.append((signature_of(inputs), modes))
+        modes, alone = self._modes(), self._alone
+        self._tried.append((alone, signature_of(inputs), modes))
+        run = partial(call_part, alone) if alone else None
         try:
             with unset_fake_temporarily():
-                found, again, host_draws, routed = self._trial.sites(inputs, modes)
+                found, again, host_draws, routed, ran = self._trial.sites(inputs, modes, run, alone or LOSS)
         except Exception as error:
-            self._trial = error
+            if alone:
+                self._not_tried[alone] = error
+            else:
+                self._trial = error
             return
+        self._alone_draws[alone, self._modes_of_root()] = bool(found) or host_draws > HostDraws.NONE
         found = {site: () if site in routed else kinds for site, kinds in found.items()}
         for site in found:
             if any(is_inside(site.module, [block]) for block in self._compiled):
@@ -291,6 +341,8 @@ class ModelRandomness:
             if _pattern(name) in alike:
                 self.drawing.add(name)
                 self._watch(name)
+        around = {name[: dot.start()] for name in self.drawing for dot in re.finditer(r"\.|$", name)}
+        self.quiet = (self.quiet | set(ran)) - around
         for name in again:
             if AGAIN + name not in self._watched:
                 self._watched.add(AGAIN + name)
@@ -303,7 +355,7 @@ class ModelRandomness:
         assert self._loss is not None and isinstance(self._trial, TrialModel)
         run, given = self._loss
         with unset_fake_temporarily():
-            found, _, host_draws, _ = self._trial.sites(given, self._modes(), run)
+            found, _, host_draws, *_ = self._trial.sites(given, self._modes(), run)
         self._note_host_draws(host_draws)
         here = self._sites.setdefault(signature_of(self.inputs), {})
         here.update({site: kinds for site, kinds in found.items() if site.module == LOSS})
@@ -487,7 +539,8 @@ class ModelRandomness:
                     f"{self._remedy}"
                 ) from error
             found = self._found(signature, site, shape, place)
-        if found is None and isinstance(self._trial, TrialModel) and (signature, self._modes()) not in self._tried:
+        tried = self._alone, signature, self._modes()
+        if found is None and isinstance(self._trial, TrialModel) and tried not in self._tried:
             self._try_out(self.inputs)
             found = self._found(signature, site, shape, place)
         if found is not None:
@@ -525,14 +578,17 @@ class ModelRandomness:
     def _described(self, site: Site) -> str:
         if site.module == LOSS:
             return LOSS
+        if site.module and site.module not in self._modules:
+            return f"the model's method {site.module!r}"
         return f"module {site.module!r}" if site.module else "the model's own forward"
 
     def _why(self, site: Site) -> str:
-        if isinstance(self._trial, Exception):
-            first_line = str(self._trial).partition("\n")[0]
+        error = self._trial if isinstance(self._trial, Exception) else self._not_tried.get(self._alone)
+        if error is not None:
+            first_line = str(error).partition("\n")[0]
             return (
                 f"and a trial run, which has to show what of that belongs to which sample, failed with "
-                f"{type(self._trial).__name__}: {first_line}; {self._remedy}"
+                f"{type(error).__name__}: {first_line}; {self._remedy}"
             )
         kinds = [k for sites in self._sites.values() for k in sites.get(site, ())]
         if not kinds:

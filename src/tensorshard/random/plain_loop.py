@@ -2,15 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tensorshard.model.forward_contexts import surround_parts
 from tensorshard.random.call_sites import ModelRandomness
 from tensorshard.random.trial_runs import TrialModel, samples_of
+from tensorshard.torch_private.autograd import is_in_backward
 
 _REMEDY = "leave ts.same_randomness out, and let it draw from torch's generator"
 
@@ -26,7 +28,7 @@ def same_randomness(model: nn.Module, seed: int = 0) -> Iterator[ModelRandomness
     Put it around the whole loop, on one process, evaluations too; it leaves the model as it was.
 
     Args:
-        model: not laid out. Its forward is called as ``model(...)``, on whole batches.
+        model: not laid out. It is called on whole batches, or its parts and methods are.
         seed: of all numbers.
 
     Raises:
@@ -50,6 +52,10 @@ def same_randomness(model: nn.Module, seed: int = 0) -> Iterator[ModelRandomness
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             steps[id(optimizer)] += 1
 
+    def alone(name: str, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        randomness.begin_step(max(steps.values(), default=0))
+        return randomness.part(name, (args, kwargs), 0)
+
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         opened.append(ExitStack())
         randomness.begin_step(max(steps.values(), default=0))
@@ -68,6 +74,8 @@ def same_randomness(model: nn.Module, seed: int = 0) -> Iterator[ModelRandomness
 
     with ExitStack() as hooks:
         hooks.callback(randomness.end)
+        for undo in surround_parts(model, alone, lambda: not (randomness.is_running or is_in_backward())).values():
+            hooks.callback(undo)
         for handle in (
             model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(leave, always_call=True),

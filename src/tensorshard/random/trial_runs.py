@@ -6,11 +6,12 @@ ones, with several seeds, as its branches may depend on what was drawn.
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +55,14 @@ class Found(NamedTuple):
         again: names of modules that are called several times and draw.
         host_draws: what is drawn from Python's and numpy's global generators.
         routed: the sites that draw for rows which values choose.
+        ran: names of the modules that were called.
     """
 
     sites: dict[Site, tuple[Axes | None, ...]]
     again: list[str]
     host_draws: "HostDraws"
     routed: dict[Site, Routed]
+    ran: Collection[str]
 
 
 class HostDraws(IntEnum):
@@ -70,6 +73,11 @@ class HostDraws(IntEnum):
     """As many numbers for any number of samples, such as which layers to leave out."""
     OF_SAMPLES = 2
     """More numbers for more samples."""
+
+
+def call_part(name: str, model: nn.Module, given: Any) -> Any:
+    """Calls the module or the method `name` of `model` on ``(args, kwargs)``."""
+    return attrgetter(name)(model)(*given[0], **given[1])
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:
@@ -86,27 +94,27 @@ class TrialModel:
             self._copy = make_fake_copy(model, self._fake, torch.device("cpu"))
         self.type = type(model).__name__
 
-    def sites(self, given: Any, modes: dict[str, bool], run: "Run | None" = None) -> "Found":
+    def sites(self, given: Any, modes: dict[str, bool], run: "Run | None" = None, name: str = LOSS) -> "Found":
         """What the model draws for inputs like these.
 
         Args:
             given: the inputs of a forward: a tensor, or a tuple or dict of them, or (args, kwargs) as a tuple of the
                 two; or whatever `run` takes.
             modes: whether each module is in training.
-            run: called as ``run(model, given)`` in place of the forward.
+            run: called as ``run(model, given)`` in place of the forward. name: of what it calls.
         """
-        for name, module in self._copy.named_modules():
-            module.training = modes.get(name, module.training)
+        for each, module in self._copy.named_modules():
+            module.training = modes.get(each, module.training)
         run = run or forward
-        first = self._draws(_of_samples(given, _SAMPLES[0]), run)
+        first = self._draws(_of_samples(given, _SAMPLES[0]), run, name)
         if not first.shapes and not first.draws_on_host:
-            return Found({}, [], HostDraws.NONE, {})
-        second = self._draws(_of_samples(given, _SAMPLES[1]), run)
+            return Found({}, [], HostDraws.NONE, {}, first.calls.keys())
+        second = self._draws(_of_samples(given, _SAMPLES[1]), run, name)
         drawing = {site.module for site in first.shapes}
         again = [
-            name
-            for name, calls in first.calls.items()
-            if name and calls > 1 and any(d == name or d.startswith(f"{name}.") for d in drawing)
+            each
+            for each, calls in first.calls.items()
+            if each and calls > 1 and any(d == each or d.startswith(f"{each}.") for d in drawing)
         ]
         host_draws = HostDraws.NONE
         if first.draws_on_host or second.draws_on_host:
@@ -116,26 +124,26 @@ class TrialModel:
         sites |= dict.fromkeys((first.varies | second.varies) & sites.keys(), (None,))  # sizes may agree by chance
         varies = {site for site, kinds in sites.items() if None in kinds}
         routed = {site: r._replace(rows=r.rows // _SAMPLES[0]) for site, r in first.routed.items() if site in varies}
-        return Found(sites, again, host_draws, routed)
+        return Found(sites, again, host_draws, routed, first.calls.keys())
 
-    def _draws(self, given: Any, run: "Run") -> "_Watch":
+    def _draws(self, given: Any, run: "Run", name: str) -> "_Watch":
         try:
             with _undisturbed(self._copy), without_fake_kernel_reports(), grouped_products_of_any_dtype(), self._fake:
-                return _watched(self._copy, make_sample(given, self._fake, torch.device("cpu")), run)
+                return _watched(self._copy, make_sample(given, self._fake, torch.device("cpu")), run, name)
         except Exception:
             if sum(parameter.numel() for parameter in self._copy.parameters()) > _LARGEST_REAL_COPY:
                 raise
         with _undisturbed(self._copy):
-            return self._draws_on_values(given, run)
+            return self._draws_on_values(given, run, name)
 
-    def _draws_on_values(self, given: Any, run: "Run") -> "_Watch":
+    def _draws_on_values(self, given: Any, run: "Run", name: str) -> "_Watch":
         seen: _Watch | None = None
         for seed in range(_SEEDS):
             values = random_values(torch.Generator().manual_seed(seed))
             copied = copy_with(self._copy, values)
             keep_padding(copied)
             torch.manual_seed(seed)
-            watch = _watched(copied, tree_map(partial(_copied, values), given), run)
+            watch = _watched(copied, tree_map(partial(_copied, values), given), run, name)
             if seen is None:
                 seen = watch
             for site, shapes in watch.shapes.items():
@@ -193,9 +201,10 @@ def _of_samples(inputs: Any, samples: int) -> Any:
     return tree_map(cut, inputs)
 
 
-def _watched(model: nn.Module, given: Any, run: Run) -> "_Watch":
+def _watched(model: nn.Module, given: Any, run: Run, outermost: str) -> "_Watch":
     watch, states = _Watch(), host_random_states()
-    watch.enter(LOSS)  # what no module draws
+    watch.enter(outermost)  # what no module draws
+    watch.calls.clear()
     handles = []
     for name, module in model.named_modules():
         enter = partial(watch.enter, name)
