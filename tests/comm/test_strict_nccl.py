@@ -188,7 +188,7 @@ def _check(ranks: Any, case: str, steps: int) -> None:
     parity.assert_same(found[0][0], parity.reference(kind, clip, steps, *cuts), 1e-5)
     logs = [log for _, log in found]
     check_order(logs)
-    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size)), case
+    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size), at_once=False), case
 
 
 @pytest.mark.fast_cases("gpt-2-zero2-micro4-clip", "tp-sequence")
@@ -225,12 +225,44 @@ def test_experts_over_data_ranks(ranks, world_size, fields):
     parity.assert_same(found[0][0], parity.reference("mixtral", fields.get("clip_grad_norm"), 3), 1e-5)
     logs = [log for _, log in found]
     check_order(logs)
-    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size))
+    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size), at_once=False)
+
+
+def _groups_made(kind: str, fields: dict[str, Any]) -> int:
+    parity.train(kind, fields, 1)
+    return strict_nccl.made()
+
+
+@pytest.mark.fast_cases("zero0")
+@pytest.mark.parametrize(
+    ("kind", "world_size", "fields"),
+    [
+        pytest.param("gpt", 4, dict(dp_replicate=2, dp_shard=2, zero=0), id="zero0"),
+        pytest.param("gpt", 4, dict(tp=2, zero=3), id="tp"),
+        pytest.param("gpt", 4, dict(pp=2, zero=2, micro_batches=4), id="pp"),
+        pytest.param("llama", 4, dict(cp=2, zero=3), id="cp"),
+        pytest.param("mixtral", 4, dict(ep=2, tp=2, zero=1), id="ep-tp"),
+        pytest.param("mixtral", 8, dict(ep=2, dp_shard=4, dp_replicate=2, zero=0), id="ep-hybrid"),
+        pytest.param("mixtral", 8, dict(ep=2, cp=2, dp_shard=2, dp_replicate=2, zero=0), id="ep-cp-hybrid"),
+        pytest.param("mixtral", 4, dict(ep=2, zero=3), id="ep-zero3"),
+    ],
+)
+def test_groups_that_open_at_once_are_counted(ranks, kind, world_size, fields):
+    """As torch 2.15 opens them, but for the neighbours of a pipeline."""
+    plan = ts.Plan(**fields).resolve(world_size)
+    found = ranks(world_size, _groups_made, kind, fields, **NCCL)
+    assert max(found) == communicators(plan, at_once=True) - min(plan.pp - 1, 2)
+
+
+def test_a_pipeline_has_a_communicator_of_its_own_where_groups_open_at_once():
+    plan = ts.Plan(pp=4, micro_batches=4).resolve(4)
+    assert communicators(plan, at_once=True) == communicators(plan, at_once=False) + 1
 
 
 def test_groups_of_experts_are_counted():
-    assert communicators(ts.Plan(ep=4).resolve(4)) == communicators(ts.Plan().resolve(4)) == 1
-    assert communicators(ts.Plan(ep=2).resolve(4)) == 3
+    for at_once in (False, True):
+        assert communicators(ts.Plan(ep=4).resolve(4), at_once) == communicators(ts.Plan().resolve(4), at_once) == 1
+        assert communicators(ts.Plan(ep=2).resolve(4), at_once) == 3
     gpu = find_hardware("h100")
     more = gpu.context_under(ts.Plan(ep=2).resolve(4)) - gpu.context_under(ts.Plan().resolve(4))
     assert more == 2 * 2**28

@@ -77,6 +77,7 @@ class _Queue:
         self.in_batch = False
         self.batches = 0
         self.log: list[Logged] = []
+        self.made = 0
         self.thread: int | None = None
         self.depth = 0
         self.lock = threading.Lock()
@@ -260,6 +261,7 @@ class StrictGroup(dist.ProcessGroup):
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         self.gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, self.timeout)
         self._name = options.group_id
+        _queue.made += self.size() > 1
 
     @property
     def group_name(self) -> str:
@@ -505,3 +507,8 @@ def strict_calls() -> Iterator[None]:
 def log() -> list[Logged]:
     """The calls of this rank, in their order."""
     return list(_queue.log)
+
+
+def made() -> int:
+    """How many groups of several ranks this rank is in."""
+    return _queue.made

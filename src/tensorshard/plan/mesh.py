@@ -17,7 +17,7 @@ from tensorshard.comm.world import longer, was_joined_here
 from tensorshard.plan.plan import AXES, Plan, coordinates
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
-from tensorshard.torch_private.process_groups import forget_meshes, merged_group, set_group_timeout
+from tensorshard.torch_private.process_groups import backend_of_pipeline, forget_meshes, merged_group, set_group_timeout
 
 _GROUPS_SHOWN = 8
 
@@ -336,7 +336,11 @@ def _device_mesh(
     if group is not None and shape == (len(members),):
         made = DeviceMesh.from_group(group, device_type, mesh_dim_names=axes)
     else:
-        made = DeviceMesh(device_type, torch.tensor(members, device="cpu").view(shape), mesh_dim_names=axes)
+        lazily = backend_of_pipeline(dist.group.WORLD if group is None else group) if "pp" in axes else None  # type: ignore[arg-type]
+        backends = (
+            {} if lazily is None else {"backend_override": tuple((lazily if a == "pp" else None, None) for a in axes)}
+        )
+        made = DeviceMesh(device_type, torch.tensor(members, device="cpu").view(shape), mesh_dim_names=axes, **backends)
     _known[key] = made
     return made
 

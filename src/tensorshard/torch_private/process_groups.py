@@ -4,6 +4,7 @@ Also here: whether a thread waits for other ranks, by the line that it is in.
 """
 
 import linecache
+import os
 import re
 import sys
 from collections import OrderedDict
@@ -58,6 +59,39 @@ def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     Public way: ``dist.get_backend_config(group)``, for groups that torch has made.
     """
     return backend_name(group, device) in _NCCL
+
+
+def opens_at_once() -> bool:
+    """Whether NCCL opens a group's connections when the group is made, and not when it first sends.
+
+    Why: groups that never send take memory then, and the device is asked for before anything is on it. Torch takes it
+    from ``LOCAL_RANK`` where it is not told.
+
+    Checked: torch 2.13 and 2.15, whose "nccl" is another implementation, unless ``TORCH_DIST_USE_NCCL2=0``.
+
+    Public way: none; builds of torch without CUDA have no class to ask for.
+    """
+    return torch.__version__ >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+
+
+def backend_of_pipeline(group: dist.ProcessGroup) -> str | None:
+    """The backends, as "cpu:gloo,cuda:nccl-lazy", that a pipeline's ranks of `group` send over; None for those of
+    `group`.
+
+    Why: the "nccl" of torch 2.15 has one stream for all that a rank sends and receives in a group, so a receive from
+    one neighbour would hold back a send to the other. "nccl-lazy" has a stream for each.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: the names; whether a group is of that kind is not told.
+    """
+    pairs = [pair.partition(":") for pair in str(dist.get_backend_config(group)).split(",")]
+    kinds = {device: name for device, _, name in pairs if name}
+    lazily = {
+        device: "nccl-lazy" if name in _NCCL and group._get_backend(torch.device(device)).name() == "nccl2" else name
+        for device, name in kinds.items()
+    }
+    return None if lazily == kinds else ",".join(f"{device}:{name}" for device, name in lazily.items())
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -357,7 +391,7 @@ def forget_world() -> list[Any]:
         The groups, which must live until the process ends without destroying them (``os._exit``).
     """
     world = distributed_c10d._world
-    kept = [world.default_pg, *world.pg_map, *world.pg_map.values()]
+    kept = [world.default_pg, *world.pg_map, *world.pg_map.values(), *(table.copy() for table in _tables())]
     _update_default_pg(None)
     _unregister_all_process_groups()
     for table in _tables():
@@ -384,7 +418,7 @@ def world_set_aside() -> Iterator[None]:
     finally:
         for table, content in zip(_tables(), contents, strict=True):
             table.clear()
-            table.update(content)
+            (table.update if isinstance(table, dict) else table.extend)(content)
         world.group_count = count
         for group, name in world.pg_names.items():
             _register_process_group(name, group)
@@ -423,12 +457,15 @@ def is_alone() -> bool:
     return dist.is_initialized() and dist.get_world_size() == 1 and dist.get_backend() == "fake"
 
 
-def _tables() -> tuple[dict[Any, Any], ...]:
+def _tables() -> tuple[Any, ...]:
+    """What torch keeps of its groups: dicts, and a list. What is in the last two ends with any world that ends."""
     world = distributed_c10d._world
-    return (
+    tables = (
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg, world.pg_to_tag,
-        world.pg_coalesce_state,
+        world.pg_coalesce_state, world.comms,
     )  # fmt: skip
+    hooks = getattr(world, "pg_flight_recorder_hooks", None)  # torch 2.15
+    return tables if hooks is None else (*tables, hooks)
 
 
 def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
