@@ -286,7 +286,9 @@ def test_a_pipeline_has_a_stream_for_each_neighbour(monkeypatch, config, impleme
     assert backend_of_pipeline(group) == backends
 
 
-@pytest.mark.parametrize(("fields", "expected"), [(dict(pp=2, micro_batches=2), {"pp": "lazy", "dp_shard": None}), (dict(tp=2), None)])
+@pytest.mark.parametrize(
+    ("fields", "expected"), [(dict(pp=2, micro_batches=2), {"pp": "lazy", "dp_shard": None}), (dict(tp=2), None)]
+)
 def test_only_the_group_of_a_pipeline_is_made_so(ranks, fields, expected):
     assert ranks(2, _overrides, fields) == [expected] * 2
 
