@@ -2,12 +2,13 @@
 
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import parity
-from tensorshard.checkpoint import writing
+from tensorshard.checkpoint import between_saves, writing
 from tensorshard.checkpoint.integrity import check
 
 PLANS = {
@@ -133,3 +134,17 @@ def _little_room(folder: Path) -> float:
 def test_what_has_no_room_in_memory_is_written_before_training_goes_on(ranks, tmp_path):
     ranks(2, _little_room, tmp_path)
     check(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(("backends", "expected"), [(["cpu", "cuda"], "cpu"), (["cuda"], "cuda")])
+def test_training_on_gpus_does_not_wait_for_them_to_look_at_a_save(backends, expected, monkeypatch):
+    """Its state travels on the CPU, unless the world is one of NCCL alone."""
+    group = mock.Mock(size=lambda: 2, _device_types=[torch.device(kind) for kind in backends])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    sent = []
+    monkeypatch.setattr(between_saves, "all_reduce_", lambda state, *_, **__: sent.append(state))
+    monkeypatch.setattr(torch, "tensor", lambda _, *, device, **__: mock.Mock(device=device, tolist=lambda: [0, 0]))
+    saves = between_saves.BackgroundSaves(group)
+    saves.begin(mock.Mock(is_done=True, error=None))
+    saves.check()
+    assert [state.device.type for state in sent] == [expected] and saves.target is None

@@ -4,14 +4,14 @@ import logging
 import re
 import threading
 import time
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.call_watch import CallWatch, noted_cause
+from tensorshard.comm.call_watch import CallWatch, _DeviceWatch, noted_cause
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.torch_private.process_groups import place_of_wait
 
@@ -184,27 +184,51 @@ def test_a_rank_that_is_late_is_waited_for_and_named_once(ranks):
 # -- where a thread waits --
 
 
-def _reads(value: Any) -> None:
-    value.tolist()
+_READS = [
+    "value.item()", "float(value)", "bool(value)", "1 if value else 0", "value.backward()", "value.synchronize()",
+    "[value.tolist()][0]",
+]  # fmt: skip
 
 
-def _runs(value: Any) -> None:
-    value.run()
-
-
-@pytest.mark.parametrize(
-    ("body", "on_gpu", "waits"), [("tolist", True, True), ("tolist", False, False), ("run", True, False)]
-)
-def test_on_nccl_a_rank_waits_where_it_reads_from_the_gpu(monkeypatch, body, on_gpu, waits):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+@pytest.mark.parametrize("read", _READS)
+@pytest.mark.parametrize("busy", [True, False])
+def test_on_nccl_a_rank_waits_where_it_reads_from_a_gpu_that_does_not_end(busy, read):
     held = threading.Lock()
     held.acquire()
-    value = SimpleNamespace(**{body: held.acquire})  # stops in C, as a read does
-    thread = threading.Thread(target=_reads if body == "tolist" else _runs, args=(value,), daemon=True)
+    stops = dict.fromkeys(["item", "tolist", "backward", "synchronize"], lambda _: held.acquire())  # in C, as a read
+    dunder = {"__float__": lambda _: float(held.acquire()), "__bool__": lambda _: held.acquire()}
+    value = type("Value", (), stops | dunder)()
+    thread = threading.Thread(target=lambda: eval(read, {"value": value}), daemon=True)
     thread.start()
-    time.sleep(0.2)
-    place = place_of_wait(thread.ident)
-    assert (place is not None) == waits
-    assert place == place_of_wait(thread.ident)
+    time.sleep(0.1)
+    place = place_of_wait(thread.ident, busy)
+    assert (place is not None) == busy
+    assert place == place_of_wait(thread.ident, busy)
     held.release()
     thread.join()
+
+
+def test_a_gpu_is_busy_that_has_not_ended_what_it_had_at_the_look_before(monkeypatch):
+    ended = iter([True, False, False, True])
+    made = []
+
+    class Event:
+        def record(self, stream: str) -> None:
+            made.append(stream)
+
+        def query(self) -> bool:
+            return next(ended)
+
+    for name, value in dict(
+        is_initialized=lambda: True, Event=Event, device=lambda _: nullcontext(), default_stream=str
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    watch, found = _DeviceWatch(torch.device("cuda", 0)), []
+    for _ in range(5):
+        watch.look()
+        found.append(watch.waits)
+    assert found == [False, False, True, True, False]
+    assert made == ["cuda:0"] * 3  # none while it is busy, or what is new would hide what is old
+    idle = _DeviceWatch(CPU)
+    idle.look()
+    assert not idle.waits and len(made) == 3

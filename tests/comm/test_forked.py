@@ -3,9 +3,11 @@
 import os
 import signal
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tensorshard.comm import forked
 from tensorshard.comm.forked import ForkFailed, in_forked_process, run_at_once
@@ -76,9 +78,10 @@ def test_with_one_core_calls_wait_until_they_are_asked_for(monkeypatch):
     assert made == [0]
 
 
-def test_where_forks_cannot_run_autograd_this_process_does_the_work(monkeypatch):
+@pytest.mark.parametrize("runs", [lambda: False, lambda: signal.raise_signal(signal.SIGKILL)], ids=["raises", "dies"])
+def test_where_forks_cannot_run_autograd_this_process_does_the_work(monkeypatch, runs):
     assert in_forked_process(os.getpid, 60) != os.getpid()
-    monkeypatch.setattr(forked, "_runs_autograd", lambda: False)
+    monkeypatch.setattr(forked, "_runs_autograd", runs)  # a thread of autograd that cannot use its GPU ends it
     assert in_forked_process(os.getpid, 60) == os.getpid()
     assert set(run_at_once([os.getpid] * 3)) == {os.getpid()}
 
@@ -87,3 +90,17 @@ def test_where_forks_cannot_run_autograd_this_process_does_the_work(monkeypatch)
 
     with pytest.raises(ForkFailed, match=r"^no such plan$"):
         in_forked_process(fail, 60)
+
+
+def test_work_that_kills_its_fork_is_not_done_again():
+    with pytest.raises(ForkFailed, match=r"^its process ended with code -9$"):
+        in_forked_process(lambda: os.kill(os.getpid(), signal.SIGKILL), 60)
+
+
+def _in_a_world() -> tuple[bool, bool, int]:
+    with mock.patch.object(torch.cuda, "is_initialized", lambda: True), mock.patch.object(os, "fork") as fork:
+        return in_forked_process(dist.is_initialized, 60), fork.called, dist.get_world_size()
+
+
+def test_a_process_that_has_initialized_cuda_is_not_forked(ranks):
+    assert ranks(2, _in_a_world) == [(False, False, 2)] * 2

@@ -1,10 +1,8 @@
 """On the path that NCCL takes, by a stand-in that keeps its rules, every plan trains as one process does."""
 
 import threading
-from collections import Counter
 from contextlib import suppress
-from graphlib import CycleError, TopologicalSorter
-from itertools import groupby
+from graphlib import CycleError
 from typing import Any
 
 import pytest
@@ -16,8 +14,10 @@ import parity
 import strict_nccl
 import tensorshard as ts
 from rank_pool import RankError
-from strict_nccl import BrokenRuleError, Logged
-from tensorshard.comm.collectives import all_gather_into, all_reduce_, is_gloo, reduce_scatter_into
+from strict_nccl import BrokenRuleError, Logged, check_order
+from tensorshard.comm.collectives import all_gather_into, all_reduce_, broadcast_, is_gloo, reduce_scatter_into
+from tensorshard.comm.decisions import broadcast_first
+from tensorshard.comm.primitives import exchange_among
 from tensorshard.predict.hardware import communicators, find_hardware
 
 NCCL = dict(backend=strict_nccl.NAME, group_timeout=60)
@@ -130,6 +130,21 @@ def _sends_int16() -> None:
     all_reduce_(torch.ones(2, dtype=torch.int16), dist.group.WORLD)
 
 
+def _sends_in_a_batch_what_is_received_outside() -> None:
+    tensor = torch.ones(2)
+    if dist.get_rank():
+        dist.irecv(tensor, 0).wait()
+    else:
+        [work] = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)])
+        work.wait()
+
+
+def _receives_before_it_sends() -> None:
+    peer = 1 - dist.get_rank()
+    for work in [dist.irecv(torch.ones(2), peer), dist.isend(torch.ones(2), peer)]:
+        work.wait()
+
+
 def test_a_read_before_the_wait_sees_no_result(ranks):
     assert all(used.isnan().all() for used in ranks(2, _reads_before_wait, **NCCL))
 
@@ -143,6 +158,8 @@ FAULTS = {
     "two calls swapped": (_swaps_two_calls, r"different orders: rank 0: all_reduce .*8.*; rank 1: all_reduce .*2"),
     "two threads": (_uses_two_threads, "two threads make calls at once: all_reduce"),
     "a type that NCCL lacks": (_sends_int16, "torch.int16, which NCCL does not have"),
+    "a batch at one end": (_sends_in_a_batch_what_is_received_outside, "nothing came for recv .*, outside of batches"),
+    "two receives first": (_receives_before_it_sends, "nothing came for recv .*, outside of batches, from rank"),
 }
 
 
@@ -150,8 +167,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_rule_is_named(ranks, fault):
     function, words = FAULTS[fault]
+    patience = dict(group_timeout=3) if "nothing came" in words else {}
     with pytest.raises(RankError, match=BrokenRuleError.__name__) as error:
-        ranks(2, function, **NCCL)
+        ranks(2, function, **(NCCL | patience))
     error.match(words)
 
 
@@ -169,6 +187,7 @@ SPLIT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp-zero2": ("gpt", 4, dict(pp=2, zero=2, micro_batches=4)),
     "pp-zero3": ("gpt", 4, dict(pp=2, zero=3, micro_batches=2)),
     "zbv": ("gpt", 2, dict(pp=2, micro_batches=4, pp_schedule="zbv")),
+    "pp4": ("gpt", 4, dict(pp=4, micro_batches=4)),
     "replicas-zero0": ("gpt", 4, dict(dp_replicate=2, dp_shard=2, zero=0)),
     "cp": ("gpt", 2, dict(cp=2)),
     "cp-zero3": ("llama", 4, dict(cp=2, zero=3)),
@@ -180,21 +199,54 @@ def _train(kind: str, fields: dict[str, Any], steps: int) -> tuple[dict[str, Any
     return parity.train(kind, fields, steps), strict_nccl.log()
 
 
-def _check(ranks: Any, case: str, steps: int) -> None:
+def _check(ranks: Any, case: str, steps: int, backend: str = strict_nccl.NAME) -> None:
     kind, world_size, fields = PLANS[case]
-    found = ranks(world_size, _train, kind, fields, steps, **NCCL)
+    found = ranks(world_size, _train, kind, fields, steps, **(NCCL | dict(backend=backend)))
     clip = fields.get("clip_grad_norm")
     cuts = (fields.get("micro_batches", 1), world_size) if kind == "resnet" else (1, 1)
     parity.assert_same(found[0][0], parity.reference(kind, clip, steps, *cuts), 1e-5)
     logs = [log for _, log in found]
     check_order(logs)
-    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size)), case
+    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size), at_once=False), case
 
 
-@pytest.mark.fast_cases("gpt-2-zero2-micro4-clip", "tp-sequence")
+@pytest.mark.fast_cases("gpt-2-zero2-micro4-clip-strict_nccl2", "tp-sequence-strict_nccl")
+@pytest.mark.parametrize("backend", strict_nccl.NAMES)
 @pytest.mark.parametrize("case", ["gpt-2-zero2-micro4-clip", "tp-sequence"])
-def test_first_steps_are_exact(ranks, case):
-    _check(ranks, case, 3)
+def test_first_steps_are_exact(ranks, case, backend):
+    _check(ranks, case, 3, backend)
+
+
+_ODD_TYPES = (torch.int16, torch.uint16, torch.uint32, torch.bool, torch.complex64)
+
+
+def _moved(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    own = (torch.arange(6).view(2, 3) + 7 * rank).to(dtype)
+    filled = own.clone()
+    broadcast_(filled, world)
+    everyone = own.new_empty(12)
+    all_gather_into(everyone, own.view(-1), world)
+    engine = parity.make_engine("gpt", dict(dp_replicate=2))
+    return {
+        "broadcast_": filled,
+        "broadcast_first": broadcast_first(own, world),
+        "all_gather_into": everyone.view(4, 3),
+        "exchange_among": exchange_among(own, 2, world),
+        "gather": engine.gather(own),
+    }
+
+
+@pytest.mark.parametrize("dtype", _ODD_TYPES)
+@pytest.mark.parametrize("backend", ["gloo", strict_nccl.NAME])
+def test_types_that_nccl_lacks_travel_as_bytes(ranks, backend, dtype):
+    first, second = ((torch.arange(6).view(2, 3) + 7 * rank).to(dtype) for rank in range(2))
+    both = torch.cat([first, second])
+    expected = {"broadcast_": first, "broadcast_first": first, "all_gather_into": both, "gather": both}
+    for rank, found in enumerate(ranks(2, _moved, dtype, backend=backend)):
+        expected["exchange_among"] = torch.stack([first[rank], second[rank]])
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor) and found[name].dtype == dtype, name
 
 
 @pytest.mark.slow
@@ -225,12 +277,44 @@ def test_experts_over_data_ranks(ranks, world_size, fields):
     parity.assert_same(found[0][0], parity.reference("mixtral", fields.get("clip_grad_norm"), 3), 1e-5)
     logs = [log for _, log in found]
     check_order(logs)
-    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size))
+    assert communicators_used(logs) == communicators(ts.Plan(**fields).resolve(world_size), at_once=False)
+
+
+def _groups_made(kind: str, fields: dict[str, Any]) -> int:
+    parity.train(kind, fields, 1)
+    return strict_nccl.made()
+
+
+@pytest.mark.fast_cases("zero0")
+@pytest.mark.parametrize(
+    ("kind", "world_size", "fields"),
+    [
+        pytest.param("gpt", 4, dict(dp_replicate=2, dp_shard=2, zero=0), id="zero0"),
+        pytest.param("gpt", 4, dict(tp=2, zero=3), id="tp"),
+        pytest.param("gpt", 4, dict(pp=2, zero=2, micro_batches=4), id="pp"),
+        pytest.param("llama", 4, dict(cp=2, zero=3), id="cp"),
+        pytest.param("mixtral", 4, dict(ep=2, tp=2, zero=1), id="ep-tp"),
+        pytest.param("mixtral", 8, dict(ep=2, dp_shard=4, dp_replicate=2, zero=0), id="ep-hybrid"),
+        pytest.param("mixtral", 8, dict(ep=2, cp=2, dp_shard=2, dp_replicate=2, zero=0), id="ep-cp-hybrid"),
+        pytest.param("mixtral", 4, dict(ep=2, zero=3), id="ep-zero3"),
+    ],
+)
+def test_groups_that_open_at_once_are_counted(ranks, kind, world_size, fields):
+    """As torch 2.15 opens them, but for the neighbours of a pipeline."""
+    plan = ts.Plan(**fields).resolve(world_size)
+    found = ranks(world_size, _groups_made, kind, fields, **NCCL)
+    assert max(found) == communicators(plan, at_once=True) - min(plan.pp - 1, 2)
+
+
+def test_a_pipeline_has_a_communicator_of_its_own_where_groups_open_at_once():
+    plan = ts.Plan(pp=4, micro_batches=4).resolve(4)
+    assert communicators(plan, at_once=True) == communicators(plan, at_once=False) + 1
 
 
 def test_groups_of_experts_are_counted():
-    assert communicators(ts.Plan(ep=4).resolve(4)) == communicators(ts.Plan().resolve(4)) == 1
-    assert communicators(ts.Plan(ep=2).resolve(4)) == 3
+    for at_once in (False, True):
+        assert communicators(ts.Plan(ep=4).resolve(4), at_once) == communicators(ts.Plan().resolve(4), at_once) == 1
+        assert communicators(ts.Plan(ep=2).resolve(4), at_once) == 3
     gpu = find_hardware("h100")
     more = gpu.context_under(ts.Plan(ep=2).resolve(4)) - gpu.context_under(ts.Plan().resolve(4))
     assert more == 2 * 2**28
@@ -268,28 +352,20 @@ def test_saves_loads_and_generation_keep_the_rules(ranks, tmp_path, size, fields
     check_order([log for _, log in found])
 
 
-def check_order(logs: list[list[Logged]]) -> None:
-    """Refuses orders of calls in which ranks could wait for each other for ever, even if each call held its rank up,
-    as the first call of a communicator does."""
-    order: TopologicalSorter[Any] = TopologicalSorter()
-    for rank, log in enumerate(logs):
-        numbers: Counter[Any] = Counter()
-        before: list[Any] = []
-        for _, together in groupby(
-            enumerate(log), key=lambda each: each[0] if each[1].batch is None else each[1].batch + 0.5
-        ):
-            nodes = []
-            for _, call in together:
-                meets: tuple[Any, ...] = (call.ranks,)
-                if call.name in ("send", "recv"):
-                    peer = call.ranks[call.shapes[-1]]
-                    meets = (call.ranks, "send", *((rank, peer) if call.name == "send" else (peer, rank)))
-                nodes.append((*meets, numbers[meets]))
-                numbers[meets] += 1
-            for node in nodes:
-                order.add(node, *before)
-            before = nodes
-    order.prepare()  # raises CycleError
+def _before_a_step(schedule: str) -> tuple[list[Logged], list[Logged]]:
+    """What a rank calls before it has trained: also, what it calls in all."""
+    engine = parity.make_engine("gpt", dict(pp=4, micro_batches=4, pp_schedule=schedule))
+    engine.full_state_dict()
+    made = strict_nccl.log()
+    engine.step(*parity.shard(engine, *parity.batch("gpt", 0)))
+    return made, strict_nccl.log()
+
+
+def test_the_connections_of_a_pipeline_are_there_before_its_first_step(ranks):
+    for made, log in ranks(4, _before_a_step, "gpipe", **NCCL):
+        first = next(call for call in made if call.name in ("all_reduce by SUM", "send", "recv"))
+        assert first.name == "all_reduce by SUM"  # of all ranks, and not of a sender and a receiver
+        assert _connections(log) == _connections(made)
 
 
 def test_contradicting_orders_are_found():
@@ -302,13 +378,12 @@ def test_contradicting_orders_are_found():
 def communicators_used(logs: list[list[Logged]]) -> int:
     """The most communicators that NCCL makes for one rank: one for each group with more ranks, and one for each pair
     that sends outside of a batch."""
-    return max(
-        len(
-            {
-                (c.group, c.shapes[-1] if c.name in ("send", "recv") and c.batch is None else None)
-                for c in log
-                if len(c.ranks) > 1 and not c.of_objects
-            }
-        )
-        for log in logs
-    )
+    return max(len(_connections(log)) for log in logs)
+
+
+def _connections(log: list[Logged]) -> set[tuple[int, int | None]]:
+    return {
+        (c.group, c.shapes[-1] if c.name in ("send", "recv") and c.batch is None else None)
+        for c in log
+        if len(c.ranks) > 1 and not c.of_objects
+    }

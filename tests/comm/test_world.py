@@ -9,17 +9,25 @@ import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import tensorshard as ts
 from tensorshard.comm import world
 from tensorshard.comm.world import DEFAULT_TIMEOUT, LONG_TIMEOUT, default_device, flight_recorder, join_world
 from tensorshard.parallelize.checks import as_device
-from tensorshard.torch_private.process_groups import group_timeout
+from tensorshard.plan import mesh
+from tensorshard.torch_private.process_groups import (
+    alone_in_the_world,
+    backend_of_pipeline,
+    group_timeout,
+    opens_at_once,
+)
 
 CPU = torch.device("cpu")
 
@@ -53,15 +61,46 @@ def test_cuda_without_an_index_is_the_gpu_of_the_local_rank(gpus):
     assert as_device("cuda") == torch.device("cuda", 0)
 
 
-def _joined(monkeypatch) -> dict[str, str]:
-    """The environment when the world is made, of a process on a GPU."""
+def _joined(monkeypatch, options: dict[str, Any] | None = None) -> dict[str, str]:
+    """The environment when the world is made, of a process on a GPU; `options` becomes what it is made with."""
     seen: dict[str, str] = {}
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(world, "leave_at_exit", lambda: None)
     monkeypatch.setattr(world, "_joined_here", weakref.WeakSet())
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
-    join_world(torch.device("cuda", 0))
+
+    def make(*_: Any, **given: Any) -> None:
+        seen.update(os.environ)
+        if options is not None:
+            options.update(given)
+
+    monkeypatch.setattr(dist, "init_process_group", make)
+    join_world(torch.device("cuda", 3))
     return seen
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_world_that_opens_at_once_is_told_its_gpu(monkeypatch, launched):
+    """Else torch 2.15 takes the GPU of the local rank, whatever ``device=`` says."""
+    for name in ("RANK", "WORLD_SIZE"):
+        if launched:
+            monkeypatch.setenv(name, "1")
+        else:
+            monkeypatch.delenv(name, raising=False)
+    for at_once in (True, False):
+        monkeypatch.setattr(world, "opens_at_once", lambda: at_once)  # noqa: B023
+        options: dict[str, Any] = {}
+        with mock.patch.dict(os.environ):
+            _joined(monkeypatch, options)
+        assert options.get("device_id") == (torch.device("cuda", 3) if at_once else None)
+
+
+@pytest.mark.parametrize(
+    ("version", "variable", "at_once"), [("2.14.1", "", False), ("2.15.0", "", True), ("2.15.0", "0", False)]
+)
+def test_groups_open_at_once_from_torch_2_15_on(monkeypatch, version, variable, at_once):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
+    assert opens_at_once() == at_once
 
 
 def test_nccl_records_its_collectives_from_the_first_on(monkeypatch):
@@ -120,6 +159,25 @@ def test_a_process_leaves_the_groups_it_made_unless_it_failed(how):
         [sys.executable, "-c", LEAVES, how], check=False, capture_output=True, text=True, env=environment
     )
     assert done.stdout.strip() == str(how != "ends"), done.stderr
+
+
+def _examined() -> tuple[list[bool], list[Any], int]:
+    """What torch keeps of a group, from 2.14 and 2.15 on, while a model is examined and after it."""
+    kept = dist.distributed_c10d._world
+    if not hasattr(kept, "pg_flight_recorder_hooks"):
+        kept.pg_flight_recorder_hooks = {}
+    recorder, comm = object(), mock.Mock()
+    kept.pg_flight_recorder_hooks[dist.group.WORLD] = recorder
+    kept.comms.append(comm)
+    with alone_in_the_world():
+        during = [recorder in kept.pg_flight_recorder_hooks.values(), comm in kept.comms]
+    after = [kept.pg_flight_recorder_hooks.pop(dist.group.WORLD, None) is recorder, comm in kept.comms]
+    kept.comms.clear()
+    return during, after, comm.finalize.call_count
+
+
+def test_the_flight_recorder_lives_on_after_an_examination(ranks):
+    assert ranks(2, _examined) == [([False, False], [True, True], 0)] * 2
 
 
 # -- timeouts --
@@ -206,3 +264,46 @@ def test_ranks_forked_after_a_world_has_ended_join_their_own(tmp_path):
     program.write_text(_FORKS_AFTER_A_WORLD)
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[0, 1]"), done.stderr
+
+
+# -- the group of a pipeline --
+
+
+@pytest.mark.parametrize(
+    ("config", "implementation", "backends"),
+    [
+        ("cpu:gloo,cuda:nccl", "nccl2", "cpu:gloo,cuda:nccl-lazy"),
+        ("cuda:nccl", "nccl2", "cuda:nccl-lazy"),
+        ("cpu:gloo,cuda:nccl", "nccl", None),  # has a communicator for each pair
+        ("cpu:gloo,cuda:nccl-lazy", "nccl-lazy", None),
+        ("cpu:gloo", "gloo", None),
+    ],
+)
+def test_a_pipeline_has_a_stream_for_each_neighbour(monkeypatch, config, implementation, backends):
+    group = mock.Mock()
+    group._get_backend.return_value.name.return_value = implementation
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    assert backend_of_pipeline(group) == backends
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [(dict(pp=2, micro_batches=2), {"pp": "lazy", "dp_shard": None}), (dict(tp=2), None)]
+)
+def test_only_the_group_of_a_pipeline_is_made_so(ranks, fields, expected):
+    assert ranks(2, _overrides, fields) == [expected] * 2
+
+
+def _overrides(fields: dict[str, int]) -> dict[str, Any] | None:
+    seen: dict[str, Any] = {}
+
+    def make(*args: Any, mesh_dim_names: tuple[str, ...], backend_override: Any = None) -> DeviceMesh:
+        if backend_override is not None:
+            seen.update(zip(mesh_dim_names, (name for name, _ in backend_override), strict=True))
+        return DeviceMesh(*args, mesh_dim_names=mesh_dim_names)
+
+    with (
+        mock.patch.object(mesh, "backend_of_pipeline", lambda _: "lazy"),
+        mock.patch.object(mesh, "DeviceMesh", make),
+    ):
+        mesh.Mesh(ts.Plan(**fields), "cpu")
+    return seen or None

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 from sequence_parity import LAYOUTS, scattered
 from simulated_ranks import simulate
 
-from tensorshard.context_parallel import SequenceTensor, contiguous, cut, from_local, whole, zigzag
+from tensorshard.context_parallel import SequenceTensor, contiguous, cut, from_local, ring_attention, whole, zigzag
+from tensorshard.context_parallel.rules import attention
 
 X = torch.arange(22.0).view(2, 11) - 4
 
@@ -112,14 +115,20 @@ def test_second_derivatives_are_refused():
     on_ranks(differentiate)
 
 
+_IN_ROUNDS = dict(_MESSAGE=0, _SPARED=0, _heads_send_less=lambda *_: False)
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_gives_the_types_of_one_process(dtype):
+def test_autocast_gives_the_types_of_one_process(dtype, in_rounds, monkeypatch):
     linear = torch.nn.Linear(16, 16)
+    for name, value in _IN_ROUNDS.items() if in_rounds else ():
+        monkeypatch.setattr(attention, name, value)
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype):
             y = linear(x)
-            attended = F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None], is_causal=True)
+            attended = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
             return [y, y.softmax(1), y.mean(1), attended, F.layer_norm(y, (16,)), y.transpose(1, 2) @ y, y.cumsum(1)]
 
     x = torch.randn(2, 12, 16)
@@ -128,6 +137,53 @@ def test_autocast_gives_the_types_of_one_process(dtype):
         assert [y.dtype for y in got] == [y.dtype for y in expected]
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_of_keys_travel_while_the_next_round_is_computed():
+    logs: dict[int, list[str]] = {}
+    backward = ring_attention._Call.backward
+
+    def computes(*args: Any) -> Any:
+        logs[threading.get_ident()].append("computes")
+        return backward(*args)
+
+    def differentiate(group: Any) -> list[str]:
+        log, start = logs.setdefault(threading.get_ident(), []), group.start
+
+        def started(pieces: Any, shapes: Any, what: str, number: int) -> Any:
+            finish = start(pieces, shapes, what, number)
+            log.append(f"{what} {number}")
+            return lambda: (log.append(f"ends {what} {number}"), finish())[1]
+
+        group.start = started
+        x = cut(torch.randn(2, 2, 12, 8), 2).requires_grad_()
+        F.scaled_dot_product_attention(x, x, x).pow(2).mean().backward()
+        return [entry for entry in log if "'" in entry or entry == "computes"]
+
+    with mock.patch.multiple(attention, **_IN_ROUNDS), mock.patch.object(ring_attention._Call, "backward", computes):
+        for log in on_ranks(differentiate, size=3):
+            first, second = (entry for entry in log if entry.startswith("attention'"))
+            expected = ["computes", "computes", first, "computes", f"ends {first}", second, f"ends {second}"]
+            assert [entry for entry in log if "attention'" in entry or entry == "computes"] == expected
+
+
+def test_places_are_copied_to_a_device_once():
+    places = zigzag(16, 2).places(1)
+    with torch.inference_mode():
+        made = places.on(torch.device("cpu"))
+    assert made.tolist() == [4, 5, 6, 7, 8, 9, 10, 11] and not made.is_inference()
+    assert places.on(torch.device("meta")) is places.on(torch.device("meta"))
+
+    def attend(group: Any) -> None:
+        x = cut(torch.randn(2, 1, 26, 8), 2, zigzag(26, 2)).requires_grad_()
+        F.scaled_dot_product_attention(x, x, x, is_causal=True).flip(2).cumsum(2).mean().backward()
+
+    counts = []
+    for _ in range(2):
+        with mock.patch.object(torch, "from_numpy", wraps=torch.from_numpy) as copies:
+            on_ranks(attend)
+        counts.append(copies.call_count)
+    assert counts[0] > 0 and counts[1] == 0
 
 
 def test_positions_that_a_model_counts_are_cut_inside_only():

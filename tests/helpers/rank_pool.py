@@ -54,7 +54,7 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
         os.environ.update(environment)
         rules = ExitStack()
         try:
-            if backend == strict_nccl.NAME:
+            if backend in strict_nccl.NAMES:
                 strict_nccl.register()
                 rules.enter_context(strict_nccl.strict_calls())
             dist.init_process_group(

@@ -9,20 +9,26 @@ Gloo, but
 - memory of an input or an output may not be given back before that ``wait``, nor taken again;
 - tensors are contiguous, of types that NCCL has, and on the device that the group is made for;
 - one thread at a time makes calls;
-- all ranks of a group make the same calls in the same order.
+- all ranks of a group make the same calls in the same order;
+- what is sent in a batch is received in one, and what is sent outside of batches outside of them: they are two
+  connections.
 
-Calls run in the order in which a rank made them, over all of its groups, when one of them is waited for. So ranks also
-wait for ever, until the timeout, where the orders of their calls contradict each other.
+Calls run in the order in which a rank made them, over all of its groups, when one of them is waited for: they share one
+stream. So ranks also wait for ever, until the timeout, where the orders of their calls contradict each other, as where
+two ranks receive from each other before they send.
 """
 
 import pickle
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from graphlib import TopologicalSorter
+from itertools import groupby
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,6 +39,8 @@ import torch.distributed as dist
 from tensorshard.torch_private.tensors import watched_resizes
 
 NAME = "strict_nccl"
+NAMES = {NAME: "nccl", "strict_nccl2": "nccl2"}
+"""The backends, and what those of torch that they stand for call themselves: see ``torch_private.process_groups``."""
 
 _TYPES = {
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -77,6 +85,7 @@ class _Queue:
         self.in_batch = False
         self.batches = 0
         self.log: list[Logged] = []
+        self.made = 0
         self.thread: int | None = None
         self.depth = 0
         self.lock = threading.Lock()
@@ -219,7 +228,8 @@ class _Send(_Call):
         self._check_inputs()
         described = f"{self._kept[0].dtype} {self._kept[0].numel()}"
         parts = [_padded(pickle.dumps(described)), _bytes(self._kept)]
-        self._under_way = [(self._group.gloo.send([part], self._peer, 0), part) for part in parts if part.numel()]
+        gloo, tag = self._group.gloo, int(self.batch is not None)
+        self._under_way = [(gloo.send([part], self._peer, tag), part) for part in parts if part.numel()]
 
     def run(self) -> None:
         for work, _ in self._under_way:
@@ -233,14 +243,20 @@ class _Receive(_Call):
         self._peer = peer
 
     def run(self) -> None:
-        header = torch.empty(_HEADER, dtype=torch.uint8)
-        self._group.gloo.recv([header], self._peer, 0).wait(self._group.timeout)
+        header, tag = torch.empty(_HEADER, dtype=torch.uint8), int(self.batch is not None)
+        try:
+            self._group.gloo.recv([header], self._peer, tag).wait(self._group.timeout)
+        except RuntimeError as error:
+            how = "in a batch" if tag else "outside of batches"
+            raise BrokenRuleError(
+                f"nothing came for {self.described}, {how}, from rank {self._group.ranks[self._peer]}: {error}"
+            ) from error
         sent, expected = pickle.loads(header.numpy().tobytes()), f"{self._poison[0].dtype} {self._poison[0].numel()}"
         if sent != expected:
             raise BrokenRuleError(f"rank {self._group.ranks[self._peer]} sent {sent}, and {expected} is received")
         received = torch.empty_like(_bytes(self._poison))
         if received.numel():
-            self._group.gloo.recv([received], self._peer, 0).wait(self._group.timeout)
+            self._group.gloo.recv([received], self._peer, tag).wait(self._group.timeout)
         self._results = [received.view(self._poison[0].dtype)]
         self.has_run = True
 
@@ -254,23 +270,25 @@ class StrictGroup(dist.ProcessGroup):
 
     device = "cpu"
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, name: str) -> None:
         super().__init__(options.group_rank, options.group_size)
+        self._backend = name
         self.timeout: timedelta = options.timeout
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         self.gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, self.timeout)
         self._name = options.group_id
+        _queue.made += self.size() > 1
 
     @property
     def group_name(self) -> str:
         return self._name
 
     def getBackendName(self) -> str:
-        return NAME
+        return self._backend
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(
-            name=lambda: "nccl", options=SimpleNamespace(_timeout=self.timeout), supports_coalescing=False
+            name=lambda: NAMES[self._backend], options=SimpleNamespace(_timeout=self.timeout), supports_coalescing=False
         )
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
@@ -472,10 +490,17 @@ def _padded(data: bytes) -> torch.Tensor:
 
 
 def register() -> None:
-    """Makes the backend known to torch, once a process."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=["cpu"])
-        _watched_resizes.__enter__()  # as long as the process lives
+    """Makes the backends known to torch, once a process."""
+    if NAME in dist.Backend.backend_list:
+        return
+    for name in NAMES:
+        make = partial(_make, name)
+        dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+    _watched_resizes.__enter__()  # as long as the process lives
+
+
+def _make(name: str, options: Any, _: Any) -> StrictGroup:
+    return StrictGroup(options, name)
 
 
 _watched_resizes = watched_resizes(_check_resize)
@@ -505,3 +530,33 @@ def strict_calls() -> Iterator[None]:
 def log() -> list[Logged]:
     """The calls of this rank, in their order."""
     return list(_queue.log)
+
+
+def made() -> int:
+    """How many groups of several ranks this rank is in."""
+    return _queue.made
+
+
+def check_order(logs: list[list[Logged]]) -> None:
+    """Refuses orders of calls in which ranks could wait for each other for ever, even if each call held its rank up,
+    as the first call of a communicator does."""
+    order: TopologicalSorter[Any] = TopologicalSorter()
+    for rank, log in enumerate(logs):
+        numbers: Counter[Any] = Counter()
+        before: list[Any] = []
+        for _, together in groupby(
+            enumerate(log), key=lambda each: each[0] if each[1].batch is None else each[1].batch + 0.5
+        ):
+            nodes = []
+            for _, call in together:
+                meets: tuple[Any, ...] = (call.ranks,)
+                if call.name in ("send", "recv"):
+                    peer = call.ranks[call.shapes[-1]]
+                    way = (rank, peer) if call.name == "send" else (peer, rank)
+                    meets = (call.ranks, "send", call.batch is None, *way)
+                nodes.append((*meets, numbers[meets]))
+                numbers[meets] += 1
+            for node in nodes:
+                order.add(node, *before)
+            before = nodes
+    order.prepare()  # raises CycleError

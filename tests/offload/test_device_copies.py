@@ -18,6 +18,7 @@ from torch.utils import backend_registration
 import parity
 import tensorshard as ts
 from off_device import Late, LateCopies, off_device
+from tensorshard.checkpoint.between_saves import StagingMemory
 from tensorshard.offload import activations
 from tensorshard.offload.activations import OffloadedActivations
 from tensorshard.offload.device_copies import DeviceCopies, PinnedMemory
@@ -266,25 +267,39 @@ class PinnedCopies(LateCopies):
     """With buffers that are pinned."""
 
     def buffer(self, nbytes: int) -> PinnedMemory:
-        return PinnedMemory(nbytes, self.device)
+        return PinnedMemory(nbytes, self.device, "set offload.buffer_memory to less")
 
 
 def test_memory_is_pinned_as_long_as_tensors_are_on_it():
     driver = Driver(most=3 * 4096)
     with driver.installed():
-        memory = PinnedMemory(2 * 4096, torch.device("cuda"))
+        memory = PinnedMemory(2 * 4096, torch.device("cuda"), "set offload.buffer_memory")
         tensor = torch.frombuffer(memory, dtype=torch.float32)
         assert driver.pinned == {tensor.data_ptr(): 2 * 4096}
         with pytest.raises(
             RuntimeError, match=r"8,192 bytes of a buffer .*\(CUDA error 2\); set offload.buffer_memory"
         ):
-            PinnedMemory(2 * 4096, torch.device("cuda"))
+            PinnedMemory(2 * 4096, torch.device("cuda"), "set offload.buffer_memory")
         del memory
         gc.collect()
         assert driver.pinned
         del tensor
         gc.collect()
         assert not driver.pinned
+
+
+def test_copies_for_a_save_are_pinned_without_a_byte_to_spare():
+    """And given back before larger ones are made."""
+    driver, memory = Driver(most=3 * 4096), StagingMemory()
+    with driver.installed():
+        assert memory.take(100, None).nbytes == 100 and not driver.pinned
+        for size in (2 * 4096 + 5, 4096, 3 * 4096):
+            copy = memory.take(size, torch.device("cuda"))
+            assert copy.nbytes == size and [*driver.pinned.values()] == [max(2 * 4096 + 5, size)]
+            del copy
+        with pytest.raises(RuntimeError, match=r"12,289 bytes .*; save without background=True"):
+            memory.take(3 * 4096 + 1, torch.device("cuda"))
+        assert not driver.pinned and memory.size == 0
 
 
 def _pinned(fields: dict[str, Any], offload: dict[str, Any]) -> tuple[int, int, int, int]:

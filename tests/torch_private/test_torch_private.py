@@ -29,9 +29,18 @@ _PRIVATE = "torch_private"
 _OF_ACCELERATE = "of Accelerate, whose classes the file extends"
 _OF_LIGHTNING = "of Lightning, whose Strategy the file extends"
 _OF_TRANSFORMERS = "of transformers, whose Trainer the file extends"
+_OF_MODULES = "of modules, to a class that derives from theirs"
+_OF_OUR_CLASSES = "of dicts, to a class of ours"
 _EXCEPTIONS = {
     ("cli.py", "_actions"): "of argparse, which has no public list of a parser's options",
     ("verify/record.py", "_hp_mapping"): "of DeepSpeed, whose parameters have no public mark of ZeRO 1 and 2",
+    ("model/quantized.py", "__class__"): _OF_MODULES,
+    ("parallelize/restore_on_error.py", "__class__"): _OF_MODULES,
+    ("common/lazy_imports.py", "__class__"): "of a package of ours",
+    ("engine/optimizer_states.py", "__class__"): _OF_OUR_CLASSES,
+    ("distributed/zero_redundancy.py", "__class__"): "of an optimizer, to a class that derives from its own",
+    ("offload/updates.py", "__class__"): _OF_OUR_CLASSES,
+    ("tensor_parallel/search/dataflow.py", "__class__"): _OF_MODULES,
     ("compat/accelerate.py", "_schedulers"): _OF_ACCELERATE,
     ("compat/accelerate.py", "_is_accelerate_prepared"): _OF_ACCELERATE,
     ("compat/accelerate.py", "_dataloaders"): _OF_ACCELERATE,
@@ -61,6 +70,17 @@ def _private_names(*things: object) -> set[str]:
 _TORCH_NAMES = _private_names(nn.Module(), torch.empty(0), DTensor, DeviceMesh, ProcessGroup, torch.optim.Optimizer)
 # Of these, what code looks up by a string in a ``__dict__``.
 _TORCH_KEYS = _private_names(nn.Module(), torch.empty(0), DTensor)
+
+
+# What has no underscore, and no documentation.
+_UNDOCUMENTED = {
+    *("torch.distributed.distributed_c10d", "torch.multiprocessing.reductions", "torch.utils.weak"),
+    *("torch.utils.flop_counter", "torch.nn.utils.spectral_norm", "torch.fx.experimental"),
+}
+_UNDOCUMENTED_NAMES = {"CheckpointFunction", "profile_hook_step", "distributed_c10d"}
+_OF_A_GRAPH = re.compile(r"[A-Z]\w*Backward\d*$")  # a node's name
+_OF_A_MODULE = re.compile(r"torch(\.\w+)*\._[a-zA-Z][\w.]*$")
+_OF_FRAMES = ("args", "kwargs", "group")  # local variables of torch's functions
 
 
 # Of namedtuples, whose names begin with an underscore so that they differ from those of fields.
@@ -122,6 +142,9 @@ class _Uses(ast.NodeVisitor):
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
         names = {alias.asname or alias.name.partition(".")[0]: alias.name for node in imports for alias in node.names}
         self._other_libraries = {name for name, module in names.items() if module.partition(".")[0] != "torch"}
+        froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("torch")]
+        self._of_torch = {name for name, module in names.items() if module.partition(".")[0] == "torch"}
+        self._of_torch |= {alias.asname or alias.name for n in froms for alias in n.names}
         self.visit(tree)
 
     def _note(self, node: ast.AST, name: str) -> None:
@@ -140,25 +163,45 @@ class _Uses(ast.NodeVisitor):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
         for alias in node.names:
-            if module.partition(".")[0] == "torch" and any(map(_is_private, [*module.split("."), alias.name])):
-                self._note(node, f"{module}.{alias.name}")
+            whole = f"{module}.{alias.name}"
+            is_private = module.partition(".")[0] == "torch" and any(map(_is_private, whole.split(".")))
+            if is_private or {module, whole} & _UNDOCUMENTED or alias.name in _UNDOCUMENTED_NAMES:
+                self._note(node, whole)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if _is_private(node.attr) and not self._is_ours(node):
             self._note(node, node.attr)
+        if node.attr in _UNDOCUMENTED_NAMES:
+            self._note(node, node.attr)
+        if isinstance(node.ctx, ast.Store) and (node.attr == "__class__" or self._is_of_torch(node.value)):
+            self._note(node, node.attr if node.attr == "__class__" else ast.unparse(node))
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
-        if isinstance(value, str) and (value in _TORCH_KEYS or re.match(r"torch(\.\w+)*\._[a-zA-Z][\w.]*$", value)):
+        if isinstance(value, str) and (value in _TORCH_KEYS or _OF_A_GRAPH.match(value) or _OF_A_MODULE.match(value)):
             self._note(node, value)
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr", "hasattr", "delattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if node.func.id in ("setattr", "delattr") and self._is_of_torch(node.args[0]):
+                self._note(node, f"{node.func.id}({ast.unparse(node.args[0])})")
             if _is_private(name) and name not in self._classes.names | _TORCH_KEYS:  # those are noted as strings
                 self._note(node, name)
         self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        of_frame = isinstance(node.value, ast.Attribute) and node.value.attr == "f_locals"
+        if of_frame and isinstance(node.slice, ast.Constant) and node.slice.value in _OF_FRAMES:
+            self._note(node, f"f_locals[{node.slice.value!r}]")
+        self.generic_visit(node)
+
+    def _is_of_torch(self, node: ast.expr) -> bool:
+        """Whether an expression is torch, or an attribute of it or of what is imported from it."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in self._of_torch
 
     def _is_ours(self, node: ast.Attribute) -> bool:
         if node.attr in _OF_NAMEDTUPLES:
@@ -205,6 +248,16 @@ def test_nothing_private_of_torch_is_used_elsewhere():
         ("class A:\n def _f(self): pass\nclass B:\n def g(self): return super()._f()", "_f"),
         ("def f(module): return getattr(module, '_forward_hooks')", "_forward_hooks"),
         ("def f(layer): return getattr(layer, '_reset_parameters', None)", "_reset_parameters"),
+        ("from torch.utils.weak import WeakIdKeyDictionary", "torch.utils.weak.WeakIdKeyDictionary"),
+        ("from torch.utils.checkpoint import CheckpointFunction", "torch.utils.checkpoint.CheckpointFunction"),
+        ("import torch\nclass A(torch.distributed.distributed_c10d.Work): pass", "distributed_c10d"),
+        ("import torch\ntorch.optim.Optimizer.profile_hook_step(1)", "profile_hook_step"),
+        ("import torch\ntorch.autograd.grad = 1", "torch.autograd.grad"),
+        ("from torch.optim import Optimizer\nOptimizer.step = 1", "Optimizer.step"),
+        ("import torch.distributed as dist\nsetattr(dist.ProcessGroup, name, 1)", "setattr(dist.ProcessGroup)"),
+        ("def f(tensor): tensor.__class__ = int", "__class__"),
+        ("def f(node): return node.name() == 'CheckpointFunctionBackward'", "CheckpointFunctionBackward"),
+        ("def f(frame): return frame.f_locals['args']", "f_locals['args']"),
         ("import logging\nlogging.getLogger('torch._subclasses.fake_tensor')", "torch._subclasses.fake_tensor"),
     ],
 )

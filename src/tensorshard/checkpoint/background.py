@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tensorshard.checkpoint.writing import RankFile, Report, Staged
-from tensorshard.torch_private.process_groups import default_store
+from tensorshard.torch_private.process_groups import default_store, own_client
 
 _PROGRESS = 64 << 20  # bytes between two signs of life
 _PAUSE = 0.02  # seconds between two looks
@@ -40,7 +40,7 @@ class Messages:
         store = default_store()
         number = store.add(f"tensorshard/saves/{self.rank}", 1)  # the same on all ranks
         # A client of its own, as another thread uses it.
-        self._store = dist.PrefixStore(f"tensorshard/save/{number}", store.clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"tensorshard/save/{number}", own_client(store))
 
     def close(self) -> None:
         """Lets go of the store while it is there."""

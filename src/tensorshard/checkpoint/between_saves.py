@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.common.words import kind_of
+from tensorshard.offload.device_copies import PinnedMemory
+from tensorshard.torch_private.process_groups import group_device
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
@@ -23,21 +25,35 @@ _PAUSE = 0.02  # seconds between two looks
 
 class StagingMemory:
     """The memory of copies, which is kept from one save to the next: the first touch of new memory takes several times
-    as long as a copy."""
+    as long as a copy. It is as large as the largest of them, and given back to the system when a larger one comes."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
 
     @property
     def size(self) -> int:
         """Bytes that are kept."""
         return self._memory.nbytes
 
-    def take(self, size: int, *, pinned: bool) -> torch.Tensor:
-        """`size` bytes, which the next call may give away again."""
-        if size > self._memory.nbytes or (pinned and not self._memory.is_pinned()):
+    def take(self, size: int, device: torch.device | None) -> torch.Tensor:
+        """`size` bytes, which the next call may give away again.
+
+        Args:
+            device: the GPU that copies to them; None if none does.
+
+        Raises:
+            RuntimeError: the driver refuses to pin so much.
+        """
+        if size > self._memory.nbytes or (device is not None and not self._is_pinned):
             self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there are never two
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and size > 0)
+            self._is_pinned = device is not None
+            self._memory = (
+                torch.empty(size, dtype=torch.uint8)
+                if device is None or not size
+                # Torch's own pinned memory has a power of two of bytes, and is never given back.
+                else torch.frombuffer(PinnedMemory(size, device, "save without background=True"), dtype=torch.uint8)
+            )
         return self._memory[:size]
 
 
@@ -54,17 +70,17 @@ class BackgroundSaves:
     """The save of an Engine that goes on in the background, if there is one.
 
     Args:
-        group: of all ranks.
-        device: on which this rank's messages are sent.
+        group: of all ranks. They tell each other on the CPU, where the group can: a read from the GPU would wait for
+            all of its work, in each step.
 
     Attributes:
         memory: of the copies, for the next save.
         last_plan: which pieces the ranks have written.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._device = device
+        self._device = group_device(group, torch.device("cpu"))
         self._current: BackgroundSave | None = None
         self.memory = StagingMemory()
         self.last_plan = LastPlan()

@@ -171,7 +171,7 @@ class Staged:
                 size = -(-end // _ALIGNMENT) * _ALIGNMENT
         self.size = size
         devices = {value.device for _, value, _ in places if value.device.type != "cpu"}
-        flat = memory.take(size, pinned=bool(devices))
+        flat = memory.take(size, next((device for device in devices if device.type == "cuda"), None))
         for item, value, start in places:
             copy = flat[start : start + value.nbytes].view(value.dtype).view(value.shape)
             copy.copy_(value, non_blocking=True)

@@ -32,7 +32,13 @@ import torch.distributed as dist
 from tensorshard.comm.collectives import awaited, collectives_made, explainers
 from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.comm.world import world
-from tensorshard.torch_private.process_groups import backend_name, default_store, group_timeout, place_of_wait
+from tensorshard.torch_private.process_groups import (
+    backend_name,
+    default_store,
+    group_timeout,
+    own_client,
+    place_of_wait,
+)
 
 logger = logging.getLogger("tensorshard")
 
@@ -95,6 +101,24 @@ _WATCHES: "weakref.WeakSet[CallWatch]" = weakref.WeakSet()
 explainers.append(_explain_outside)
 
 
+class _DeviceWatch:
+    """Whether a GPU is still busy with what it was given before the last look. The CPU never is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: Any = None  # after what the device was given then
+        self.waits = False
+
+    def look(self) -> None:
+        if self._device.type != "cuda" or not torch.cuda.is_initialized():
+            return
+        self.waits = self._before is not None and not self._before.query()
+        if not self.waits:
+            with torch.cuda.device(self._device):
+                self._before = torch.cuda.Event()
+                self._before.record(torch.cuda.default_stream(self._device))
+
+
 class CallWatch:
     """What this rank calls, compared with what the others do. One for each Engine; all ranks make it together.
 
@@ -148,6 +172,7 @@ class CallWatch:
         self._store: Any = None
         self._of_world: Any = None
         self._written: dict[str, Any] = {}  # what the store has of this rank
+        self._gpu = _DeviceWatch(device)
         if not enabled:
             return
         self._thread = threading.get_ident()
@@ -155,7 +180,7 @@ class CallWatch:
             return
         store = self._of_world = default_store()
         made = store.add(f"tensorshard/watches/{self._rank}", 1)  # the same number on all ranks
-        self._store = dist.PrefixStore(f"tensorshard/calls/{made}", store.clone())  # type: ignore[attr-defined]  # as threads need it; torch's types lack it
+        self._store = dist.PrefixStore(f"tensorshard/calls/{made}", own_client(store))
         self._write()
         _WATCHES.add(self)
         stop = threading.Event()
@@ -238,13 +263,14 @@ class CallWatch:
         self._looks = self._looks + 1 if now == self._seen else 0
         if now != self._seen:
             self._seen, self._said = now, False
+        self._gpu.look()
         if self._looks >= _UNCHANGED and (self._looks - _UNCHANGED) % (_BEAT + self._size // _MANY_RANKS) == 0:
             self._beat += 1
             self._write()
             self._answer_alarm()
         if self._looks < _UNCHANGED or self.verdict is not None or (self._call is None and self._failed is not None):
             return
-        place = place_of_wait(self._thread)
+        place = place_of_wait(self._thread, self._gpu.waits)
         now_at = place, collectives_made()  # a frame may have the place of an earlier one
         self._waits = self._waits + 1 if place is not None and now_at == self._waits_at else 0
         self._waits_at = now_at
@@ -326,7 +352,8 @@ class CallWatch:
             return
         alarm = json.loads(self._store.get(_ALARM))
         self._write_stacks(alarm["cause"])
-        ends_by_itself = self._failed is not None or self.verdict is not None or place_of_wait(self._thread) is not None
+        waits = place_of_wait(self._thread, self._gpu.waits) is not None
+        ends_by_itself = self._failed is not None or self.verdict is not None or waits
         if ends_by_itself or not alarm["fatal"] or alarm["culprit"] != self._rank:
             return
         self._asked += 1
@@ -423,7 +450,7 @@ class CallWatch:
         """Where the thread that makes the calls is: whether it waits, in which collective of which ranks, and for
         which line of the user's code."""
         frame = sys._current_frames().get(self._thread)
-        waits = frame is not None and place_of_wait(self._thread) is not None
+        waits = frame is not None and place_of_wait(self._thread, self._gpu.waits) is not None
         call = awaited(frame) if waits else None
         collective, group = call if call is not None else (None, None)
         ranks = None if group is None else dist.get_process_group_ranks(group)

@@ -31,7 +31,13 @@ import torch.distributed as dist
 from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.torch_private.coalescing import coalesced
-from tensorshard.torch_private.process_groups import backend_name, group_device, group_timeout, is_nccl
+from tensorshard.torch_private.process_groups import (
+    backend_name,
+    collective_of_frame,
+    group_device,
+    group_timeout,
+    is_nccl,
+)
 from tensorshard.torch_private.tensors import storage_address
 
 logger = logging.getLogger("tensorshard")
@@ -44,12 +50,17 @@ _SMALL_BYTES_OF_PAIR = 1 << 21
 # How long the rest of a failed step is waited for.
 _PATIENCE = timedelta(seconds=20)
 
-_TORCH_COLLECTIVES = {
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast",
-    "all_to_all", "all_to_all_single", "barrier",
-}  # fmt: skip
-
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_KNOWN = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+}
+"""The types that both Gloo and NCCL move. Others are moved as bytes."""
+
+
+def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor`, which is contiguous, of a type that Gloo and NCCL move: flat bytes if its own is not."""
+    return tensor if tensor.dtype in _KNOWN else tensor.detach().view(-1).view(torch.uint8)
 
 
 def is_sent_whole(nbytes: float, ranks: int) -> bool:
@@ -57,7 +68,7 @@ def is_sent_whole(nbytes: float, ranks: int) -> bool:
     return nbytes <= (_SMALL_BYTES_OF_PAIR if ranks == 2 else _SMALL_BYTES)
 
 
-class _Pending(dist.distributed_c10d.Work):
+class _Pending(dist.Work):
     """Point-to-point transfers under way, and what follows once they have arrived.
 
     A stage is called when the transfers before it are over; it returns the transfers that it starts in turn.
@@ -171,13 +182,10 @@ def awaited(frame: FrameType | None) -> tuple[str, dist.ProcessGroup] | None:
         call = own._call if isinstance(own, _Pending) else own
         if isinstance(call, _Call) and hasattr(call, "tag"):  # else it is still being made
             return call.describe(), call.group
-        name = frame.f_globals.get("__name__", "")
-        if name == "torch.distributed.distributed_c10d":
-            group = frame.f_locals.get("group")
-            if isinstance(group, dist.ProcessGroup) and frame.f_code.co_name in _TORCH_COLLECTIVES:
-                tensors = [value for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
-                shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
-                return f"{frame.f_code.co_name}{f' of shapes {shapes}' if shapes else ''}", group
+        made = collective_of_frame(frame)
+        if made is not None:
+            shapes = " and ".join(str(list(tensor.shape)) for tensor in made[2])
+            return f"{made[0]}{f' of shapes {shapes}' if shapes else ''}", made[1]
         frame = frame.f_back
     return None
 
@@ -250,7 +258,7 @@ def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, group_src: int = 
     """
     with torch.no_grad(), on_group_device(tensor.detach(), group) as sent:
         whole = sent.contiguous()
-        dist.broadcast(whole, group=group, group_src=group_src)
+        dist.broadcast(on_the_wire(whole), group=group, group_src=group_src)
         if whole is not sent:
             sent.copy_(whole)
 
@@ -264,7 +272,7 @@ def all_gather_into(
         what: names the tensor in errors, the same on all ranks. Calls with different names never meet.
     """
     if not is_gloo(group, output.device):
-        return dist.all_gather_single(output, input, group=group, async_op=async_op)
+        return dist.all_gather_single(on_the_wire(output), on_the_wire(input), group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
     shards = list(output.view(-1).chunk(size))
     source = input.view(-1)

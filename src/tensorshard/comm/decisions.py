@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm import primitives
-from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.collectives import all_reduce_, on_the_wire
 from tensorshard.comm.groups import find_monitor
 from tensorshard.comm.sharding import shard_sizes
 from tensorshard.comm.world import world
@@ -31,9 +31,7 @@ _DTYPES = (
 )
 
 
-def decide_once(
-    decide: Callable[[], _Result], group: dist.ProcessGroup, *, rank: int = 0, device: torch.device | None = None
-) -> _Result:
+def decide_once(decide: Callable[[], _Result], group: dist.ProcessGroup, *, rank: int = 0) -> _Result:
     """What ``decide()`` returns on one rank of `group`, on every rank. A collective of the group.
 
     The result travels by pickle, between processes of one job. Under the ``fake`` backend, where no other rank exists,
@@ -43,7 +41,6 @@ def decide_once(
         decide: called on that rank alone.
         group: the ranks.
         rank: which of them decides, counted within the group.
-        device: where the message travels; None for the backend's own.
 
     Raises:
         Exception: the error that ``decide()`` raised, of the same class and with the same message on every rank. If
@@ -59,7 +56,7 @@ def decide_once(
         except Exception as error:
             failure = error
             outcome = [(False, error if _travels(error) else RuntimeError(f"{type(error).__name__}: {error}"))]
-    dist.broadcast_object_list(outcome, group=group, group_src=rank, device=device)
+    dist.broadcast_object_list(outcome, group=group, group_src=rank)
     if failure is not None:
         raise failure  # with the traceback of where it happened
     succeeded, value = outcome[0]
@@ -74,7 +71,7 @@ def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     It is received into a copy: `tensor` may be the user's own memory.
     """
     tensor = tensor.contiguous() if group.rank() == 0 else tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(tensor, group=group, group_src=0)
+    dist.broadcast(on_the_wire(tensor), group=group, group_src=0)
     return tensor
 
 

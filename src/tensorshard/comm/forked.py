@@ -11,6 +11,9 @@ from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, Generic, NoReturn, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from tensorshard.common.words import first_line
 from tensorshard.host.memory import cores_here
 from tensorshard.torch_private.process_groups import forget_world, world_set_aside
@@ -22,21 +25,20 @@ _MOST_PROCESSES = 4  # each fork takes memory of its own
 _cores_are_taken = ContextVar("_cores_are_taken", default=False)  # in a fork that is one of several
 
 
-_NO_AUTOGRAD = 75  # the exit status of a fork that cannot run a backward
-
-
 class ForkFailed(Exception):
     """Why there is no result, in a few words."""
 
 
 class _NoAutogradError(ForkFailed):
-    """Forks of this process cannot run a backward: its autograd has threads, as it has with a build for CUDA."""
+    """Forks of this process cannot run a backward: its autograd has threads, as it has with a build for CUDA. Those
+    threads may end the fork instead of raising, so any end before a first backward counts."""
 
 
 def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, shown: bool = False) -> _Result:
     """What `work` returns, run in a fork of this process, which has all imports. The fork has no process groups.
 
-    Where forks cannot run a backward, this process does the work itself, without its process groups meanwhile.
+    Once CUDA is initialized, and where forks cannot run a backward, this process does the work itself, without its
+    process groups meanwhile.
 
     Args:
         seconds: after which a fork is killed; None for never.
@@ -45,17 +47,19 @@ def in_forked_process(work: Callable[[], _Result], seconds: float | None, *, sho
     Raises:
         ForkFailed: it raised something, ended otherwise or took too long.
     """
-    fork = _Fork(work, shown=shown)
-    try:
-        return fork.result(seconds)
-    except _NoAutogradError:
+    if not torch.cuda.is_initialized():
+        fork = _Fork(work, shown=shown)
         try:
-            with world_set_aside():
-                return work()
-        except Exception as error:
-            raise ForkFailed(first_line(error)) from error
-    finally:
-        fork.end()
+            return fork.result(seconds)
+        except _NoAutogradError:
+            pass
+        finally:
+            fork.end()
+    try:
+        with world_set_aside():
+            return work()
+    except Exception as error:
+        raise ForkFailed(first_line(error)) from error
 
 
 def run_at_once(calls: Sequence[Callable[[], _Result]]) -> Iterator[_Result]:
@@ -93,8 +97,6 @@ def run_at_once(calls: Sequence[Callable[[], _Result]]) -> Iterator[_Result]:
 
 
 def _cores_for_forks() -> int:
-    import torch
-
     if _cores_are_taken.get() or sys.platform != "linux" or torch.cuda.is_initialized():
         return 1
     return min(_MOST_PROCESSES, cores_here())
@@ -130,19 +132,24 @@ class _Fork(Generic[_Result]):
         Raises:
             ForkFailed: it raised something, ended otherwise or takes more than `seconds`.
         """
+        kind: type[ForkFailed] = _NoAutogradError
         try:
-            if not self._receiver.poll(seconds):
-                raise ForkFailed(f"it took more than {seconds:g} s")
-            succeeded, result = self._receiver.recv()
+            self._receive(seconds)  # it can run a backward
+            kind = ForkFailed
+            succeeded, result = self._receive(seconds)
         except EOFError:
             code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
             self._ended = True
-            kind = _NoAutogradError if code == _NO_AUTOGRAD else ForkFailed
             raise kind(f"its process ended with code {code}") from None
         if not succeeded:
             raise ForkFailed(result)
         value: _Result = result
         return value
+
+    def _receive(self, seconds: float | None) -> Any:
+        if not self._receiver.poll(seconds):
+            raise ForkFailed(f"it took more than {seconds:g} s")
+        return self._receiver.recv()
 
     def end(self) -> None:
         """Ends the fork, whatever it is doing."""
@@ -158,9 +165,6 @@ def _be_the_fork(work: Callable[[], object], sender: Connection, shown: bool) ->
     groups: list[Any] = []
     code = 1
     try:
-        import torch
-        import torch.distributed as dist
-
         if not shown:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
@@ -168,19 +172,16 @@ def _be_the_fork(work: Callable[[], object], sender: Connection, shown: bool) ->
         torch.set_num_threads(1)  # a fork has no copies of the threads that this process may have started
         if dist.is_initialized():
             groups += forget_world()
-        if _runs_autograd():
+        if _runs_autograd():  # else it ends at once, and not after half of the work
+            sender.send(None)
             _work_and_send(work, sender)
             sys.stdout.flush()
             code = 0
-        else:  # it ends at once, and not after half of the work
-            code = _NO_AUTOGRAD
     finally:
         os._exit(code)  # before `groups` are freed: that would wait for their threads, which only the parent has
 
 
 def _runs_autograd() -> bool:
-    import torch
-
     try:
         torch.ones(1, requires_grad=True).sum().backward()
     except RuntimeError:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from tensorshard.comm.groups import find_monitor
+from tensorshard.comm.world import world
 from tensorshard.torch_private.process_groups import group_device
 
 
@@ -36,8 +37,13 @@ def gather_flat(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def exchange_sizes(size: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The `size` that each rank passed."""
-    return gather_flat(torch.tensor([size], device=group_device(group, device)), group).flatten().tolist()
+    """The `size` that each rank passed. In an estimate, all pass the same.
+
+    Args:
+        device: where it travels, if the group has a backend there. From a GPU it is read.
+    """
+    sizes = gather_flat(torch.tensor([size], device=group_device(group, device)), group).flatten()
+    return list(world().known(sizes, [size] * group.size()))
 
 
 @dataclass
@@ -213,9 +219,12 @@ def exchange_among(pieces: torch.Tensor, together: int, group: dist.ProcessGroup
     """
     _announce("exchange_among", pieces, group)
     first = group.rank() // together * together
-    splits = [pieces[0].numel() if first <= rank < first + together else 0 for rank in range(group.size())]
+    nbytes = pieces[0].numel() * pieces.element_size()
+    splits = [nbytes if first <= rank < first + together else 0 for rank in range(group.size())]
     received = pieces.new_empty(pieces.shape)
-    dist.all_to_all_single(received.view(-1), pieces.contiguous().view(-1), splits, splits, group=group)
+    dist.all_to_all_single(  # as bytes: Gloo does not know every type
+        received.view(-1).view(torch.uint8), pieces.contiguous().view(-1).view(torch.uint8), splits, splits, group=group
+    )
     return received
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.torch_private.fake_tensors import active_fake_mode
-from tensorshard.torch_private.process_groups import simulates_gpu
+from tensorshard.torch_private.process_groups import opens_at_once, simulates_gpu
 
 logger = logging.getLogger("tensorshard")
 
@@ -93,14 +93,17 @@ def join_world(device: torch.device, *, timeout: timedelta | None = None) -> Non
             os.environ[name] = value
         leave_at_exit()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"timeout": timeout}
+    if device.type == "cuda" and opens_at_once():
+        options["device_id"] = device
     if under_torchrun() and STORE_FILE in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ[STORE_FILE], size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
     elif under_torchrun():
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, **options)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
     if dist.group.WORLD is not None:
         _joined_here.add(dist.group.WORLD)
 

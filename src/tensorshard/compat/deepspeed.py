@@ -31,6 +31,7 @@ from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.torch_private.pytree import tree_map
+from tensorshard.torch_private.tensors import set_class
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "get_accelerator", "init_distributed", "initialize", "zero"]
 
@@ -513,7 +514,7 @@ class _GatheredParameters:
                 with torch.enable_grad():  # where gradients are recorded, a part reads as the whole
                     whole = nn.Parameter((parameter + 0).detach().clone(), requires_grad=parameter.requires_grad)
                 vars(parameter)[_WHOLE] = whole
-                parameter.__class__ = _standing_for_its_whole(type(parameter))
+                set_class(parameter, _standing_for_its_whole(type(parameter)))
             for module, name in places:
                 set_parameter(module, name, whole)
             self._wholes.append(whole)
@@ -525,7 +526,7 @@ class _GatheredParameters:
     ) -> None:
         for parameter, places in zip(self._parameters, self._places, strict=True):
             if vars(parameter).pop(_WHOLE, None) is not None:
-                parameter.__class__ = type(parameter).__mro__[1]
+                set_class(parameter, type(parameter).__mro__[1])
             for module, name in places:
                 set_parameter(module, name, parameter)
         wholes, self._wholes = self._wholes, []

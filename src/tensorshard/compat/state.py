@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tensorshard.comm import groups, primitives
+from tensorshard.comm.collectives import on_the_wire
 from tensorshard.comm.marks import (
     ParallelMark,
     get_parallel_dim,
@@ -299,7 +300,7 @@ def _announce_state(
             sent = tensor.detach().to(device).contiguous()
         else:
             sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        dist.broadcast(sent, group_src=0, group=group)
+        dist.broadcast(on_the_wire(sent), group_src=0, group=group)
         return sent
 
     first = state_dict if group.rank() == 0 else skeleton[0]

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tensorshard.comm.primitives import start_exchange
 from tensorshard.comm.world import ranks_here
+from tensorshard.torch_private.patches import replaced
 from tensorshard.torch_private.process_groups import LocalGroup
 
 _OURS = os.path.dirname(__file__)
@@ -171,23 +172,15 @@ class Activation:
     seen_keys: dict[Any, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Replacement:
-    """An attribute that is replaced while a thread works for a group: ``make(original)`` stands in its place."""
-
-    owner: Any
-    name: str
-    make: Callable[[Any], Any]
-    original: Any = None
-
-
-_replacements: list[Replacement] = []
+_replacements: list[tuple[Any, str, Callable[[Any], Any]]] = []
+_replaced = ExitStack()
 _preparations: list[Callable[[], None]] = []
 
 
 def replace_while_active(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Registers a replacement, when this package is imported."""
-    _replacements.append(Replacement(owner, name, make))
+    """Registers, when this package is imported, an attribute that is replaced while a thread works for a group:
+    ``make(original)`` stands in its place."""
+    _replacements.append((owner, name, make))
 
 
 def prepare_before_active(prepare: Callable[[], None]) -> None:
@@ -221,9 +214,7 @@ def _enter() -> None:
             for prepare in _preparations:
                 prepare()
             for each in _replacements:
-                is_class = isinstance(each.owner, type)  # whose attribute may be a descriptor, to be set again
-                each.original = vars(each.owner)[each.name] if is_class else getattr(each.owner, each.name)
-                setattr(each.owner, each.name, each.make(each.original))
+                _replaced.enter_context(replaced(*each))
 
 
 def _leave() -> None:
@@ -231,5 +222,4 @@ def _leave() -> None:
     with _lock:
         _users -= 1
         if _users == 0:
-            for each in reversed(_replacements):
-                setattr(each.owner, each.name, each.original)
+            _replaced.close()

@@ -6,7 +6,6 @@ rotations, then has this rank's rows only.
 
 import functools
 import threading
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from tensorshard.context_parallel.layout_changes import cut_for, gathered, map_t
 from tensorshard.context_parallel.rule_table import Rule, is_pointwise, name_of, rules, writes
 from tensorshard.context_parallel.rules.pointwise import pointwise
 from tensorshard.context_parallel.sequence_tensor import Handler, SequenceTensor, before_use
-from tensorshard.torch_private.dispatch import without_torch_functions_of_tensors
+from tensorshard.torch_private.dispatch import python_body, without_torch_functions_of_tensors
 from tensorshard.torch_private.tensors import QUESTIONS, object_attributes
 
 _WRAPPER_ANSWERS = frozenset((
@@ -87,23 +86,6 @@ def _run_body(func: Callable[..., Any], body: Callable[..., Any], args: Sequence
         return body(*args, **kwargs)
     finally:
         entered.discard(func)
-
-
-@functools.cache
-def python_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """torch's own Python code of a function, for sequence tensors: the rules see what it calls."""
-    if not isinstance(func, types.FunctionType) or func.__module__ not in ("torch.nn.functional", "torch.functional"):
-        return None
-
-    def no(*args: Any, **kwargs: Any) -> bool:
-        return False
-
-    names = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), no)
-    body = types.FunctionType(
-        func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__, func.__closure__
-    )
-    body.__kwdefaults__ = func.__kwdefaults__
-    return body
 
 
 def _ask_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

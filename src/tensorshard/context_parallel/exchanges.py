@@ -12,9 +12,16 @@ import numpy as np
 import torch
 
 from tensorshard.context_parallel.context_group import ContextGroup
-from tensorshard.context_parallel.layouts import PositionLists, SequenceLayout, as_index, contiguous, runs_of
+from tensorshard.context_parallel.layouts import (
+    Index,
+    Places,
+    PositionLists,
+    SequenceLayout,
+    as_index,
+    contiguous,
+    runs_of,
+)
 
-Index = slice | torch.Tensor | None
 _Turning = tuple[int, SequenceLayout, int, SequenceLayout]
 """The dimension that is split and its layout, then those of the result."""
 
@@ -31,10 +38,10 @@ class _Route:
         held: how many positions this rank has.
     """
 
-    send: list[Index]
+    send: list[Index | None]
     counts: list[int]
-    order: torch.Tensor | None
-    back: torch.Tensor | None
+    order: Places | None
+    back: Places | None
     held: int
 
 
@@ -88,19 +95,19 @@ def tie(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return _Tie.apply(tensor, *others)  # type: ignore[no-any-return]
 
 
-def take(tensor: torch.Tensor, dim: int, index: Index) -> torch.Tensor:
-    """The indexed places along `dim`: a view for a slice."""
+def take(tensor: torch.Tensor, dim: int, index: Index | None) -> torch.Tensor:
+    """The indexed places along `dim`, all for None: a view for a slice."""
     if index is None:
         return tensor
     if isinstance(index, slice):
         return tensor.narrow(dim, index.start, index.stop - index.start)
-    return tensor.index_select(dim, index if index.device == tensor.device else index.to(tensor.device))
+    return tensor.index_select(dim, index.on(tensor.device))
 
 
-def add_at(total: torch.Tensor, dim: int, index: Index, piece: torch.Tensor) -> None:
+def add_at(total: torch.Tensor, dim: int, index: Index | None, piece: torch.Tensor) -> None:
     """Adds `piece` to the indexed places along `dim`."""
-    if isinstance(index, torch.Tensor):
-        total.index_add_(dim, index.to(total.device), piece.to(total.dtype))
+    if isinstance(index, Places):
+        total.index_add_(dim, index.on(total.device), piece.to(total.dtype))
     else:
         take(total, dim, index).add_(piece)
 
@@ -120,7 +127,7 @@ def _places(layout: SequenceLayout, wanted: PositionLists, rank: int) -> Index:
 def _route(layout: SequenceLayout, wanted: PositionLists | None, rank: int) -> _Route:
     ranks = range(layout.ranks)
     if wanted is None:
-        send: list[Index] = [None for _ in ranks]
+        send: list[Index | None] = [None for _ in ranks]
         counts = layout.sizes
         if layout.is_ordered:
             return _Route(send, counts, None, None, layout.sizes[rank])
@@ -137,7 +144,7 @@ def _route(layout: SequenceLayout, wanted: PositionLists | None, rank: int) -> _
             return _Route(send, counts, None, None, layout.sizes[rank])
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
-    return _Route(send, counts, torch.from_numpy(order), torch.from_numpy(back), layout.sizes[rank])
+    return _Route(send, counts, Places(order), Places(back), layout.sizes[rank])
 
 
 def refuse_double_backward() -> None:
@@ -175,7 +182,7 @@ class _Fetch(torch.autograd.Function):
         return total.movedim(0, dim), None, None, None, None
 
 
-def length_of(index: Index, held: int) -> int:
+def length_of(index: Index | None, held: int) -> int:
     """How many places are indexed, of `held` ones."""
     if index is None:
         return held
@@ -209,8 +216,8 @@ def _turned(local: torch.Tensor, about: _Turning, what: str, group: ContextGroup
 
 
 @lru_cache(256)
-def _inverse(layout: SequenceLayout) -> torch.Tensor:
-    return torch.from_numpy(np.argsort(np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])))
+def _inverse(layout: SequenceLayout) -> Places:
+    return Places(np.argsort(np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])))
 
 
 class _Tie(torch.autograd.Function):

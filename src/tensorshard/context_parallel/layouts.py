@@ -13,9 +13,38 @@ import numpy as np
 import torch
 
 from tensorshard.comm.sharding import shard_sizes
+from tensorshard.torch_private.fake_tensors import active_fake_mode
 
 Array = np.ndarray[Any, Any]
 _CACHED = 512
+
+
+class Places:
+    """Places along a dimension that are no slice, with a tensor on each device that has asked: a copy to a GPU waits.
+
+    Args:
+        places: in order.
+    """
+
+    def __init__(self, places: Array) -> None:
+        self._places = np.ascontiguousarray(places)
+        self._tensors: dict[torch.device, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The places as a tensor on `device`. It is not to be written."""
+        made = self._tensors.get(device)
+        if made is None:
+            with torch.inference_mode(False):  # or no later backward could keep it
+                made = torch.from_numpy(self._places).to(device)
+            if active_fake_mode() is None:
+                self._tensors[device] = made
+        return made
+
+
+Index = slice | Places
 
 
 class PositionLists:
@@ -34,7 +63,7 @@ class PositionLists:
         self.key = text if len(text) < 256 else hashlib.blake2b(text, digest_size=32).digest()
         self._identity: Any = self.key
         self._positions: dict[int, Array] = {}
-        self._indices: dict[int, slice | torch.Tensor] = {}
+        self._places: dict[int, Places] = {}
 
     @classmethod
     def of_positions(cls, positions: Sequence[Array]) -> "PositionLists":
@@ -59,11 +88,16 @@ class PositionLists:
             self._positions[rank] = np.repeat(starts, lengths) + np.arange(self.sizes[rank]) - before
         return self._positions[rank]
 
-    def index(self, rank: int) -> "slice | torch.Tensor":
+    def places(self, rank: int) -> Places:
+        """The positions of `rank` as tensors."""
+        if rank not in self._places:
+            self._places[rank] = Places(self.positions(rank))
+        return self._places[rank]
+
+    def index(self, rank: int) -> Index:
         """What takes this rank's positions of a whole dimension: a slice if they are one run."""
-        if rank not in self._indices:
-            self._indices[rank] = as_index(self.runs[rank])
-        return self._indices[rank]
+        runs = self.runs[rank]
+        return as_index(runs) if len(runs) <= 1 else self.places(rank)
 
 
 class SequenceLayout(PositionLists):
@@ -139,11 +173,11 @@ def runs_of(positions: Array) -> Array:
     return np.stack([starts, stops], 1)
 
 
-def as_index(runs: Array) -> "slice | torch.Tensor":
-    """A slice for at most one run, else a tensor of positions."""
+def as_index(runs: Array) -> Index:
+    """A slice for at most one run, else all positions."""
     if len(runs) <= 1:
         return slice(int(runs[0, 0]), int(runs[0, 1])) if len(runs) else slice(0, 0)
-    return torch.from_numpy(np.concatenate([np.arange(start, stop) for start, stop in runs]))
+    return Places(np.concatenate([np.arange(start, stop) for start, stop in runs]))
 
 
 def _merged(runs: Array) -> Array:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from tensorshard.context_parallel.context_group import ContextGroup
-from tensorshard.context_parallel.exchanges import Index, add_at, length_of, refuse_double_backward, take
-from tensorshard.context_parallel.layouts import Array, SequenceLayout, as_index
+from tensorshard.context_parallel.exchanges import add_at, length_of, refuse_double_backward, take
+from tensorshard.context_parallel.layouts import Array, Index, SequenceLayout, as_index
 from tensorshard.torch_private.attention import attend_to_part, partial_attention_gradients
 
 _Span = tuple[int, int]
@@ -215,6 +215,7 @@ class _Ring(torch.autograd.Function):
         of_query = torch.zeros_like(query, dtype=sums.dtype)
         of_own = torch.zeros_like(own, dtype=sums.dtype)
         of_passed = of_own  # of what came from another machine
+        add: Callable[[], None] = lambda: None  # noqa: E731
         for step, each in enumerate(plan):
             part = arrivals.take(step)
             of_part = of_own if step == 0 else torch.zeros_like(part, dtype=sums.dtype)
@@ -225,19 +226,24 @@ class _Ring(torch.autograd.Function):
             if each.arrives:
                 of_passed = of_part
             elif step:
-                _give_back(of_part, each, of_passed if each.passes_on else of_own, own.dtype, group, numbers[step])
+                add()  # what was given back in the round before, while this one was computed
+                total = of_passed if each.passes_on else of_own
+                add = _give_back(of_part, each, total, own.dtype, group, numbers[step])
             if each.returns is not None:
-                _give_back(of_passed, plan[each.returns], of_own, own.dtype, group, numbers[each.returns])
+                add()  # to what is given back now
+                add = _give_back(of_passed, plan[each.returns], of_own, own.dtype, group, numbers[each.returns])
+        add()
         return of_query.to(query.dtype), of_own.to(own.dtype), None, None, None
 
 
 def _give_back(
     of_part: torch.Tensor, each: _Round, total: torch.Tensor, dtype: torch.dtype, group: ContextGroup, number: int
-) -> None:
-    """Sends the gradient of what has come in a round to where it came from, and adds what comes back to `total`."""
+) -> Callable[[], None]:
+    """Starts sending the gradient of what has come in a round to where it came from. Returns what waits for that which
+    comes back, and adds it to `total`."""
     shapes = _shapes(total, length_of(each.send, total.shape[-2]), each.target, group)
-    got = group.exchange(_pieces(of_part.to(dtype), each.via, group), shapes, "attention'", number)
-    add_at(total, -2, each.send, got[each.target])
+    finish = group.start(_pieces(of_part.to(dtype), each.via, group), shapes, "attention'", number)
+    return lambda: add_at(total, -2, each.send, finish()[each.target])
 
 
 class _Arrivals:

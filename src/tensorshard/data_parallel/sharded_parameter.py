@@ -21,13 +21,14 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.collectives import on_the_wire
 from tensorshard.comm.sharding import distribute, local_shard, on_mesh_device
 from tensorshard.model.tensors import another_takes_precedence
 from tensorshard.model.watched_parameters import InUsersCode, Source, note_taken, run
 from tensorshard.torch_private.dispatch import WithoutTorchFunctions, without_torch_functions_of_tensors
 from tensorshard.torch_private.dtensor import DTensorWithDirectHooks, direct_attribute, shard_of
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
-from tensorshard.torch_private.tensors import QUESTIONS, share_storage, tensor_version
+from tensorshard.torch_private.tensors import QUESTIONS, set_class, share_storage, tensor_version
 
 _READER = "_tensorshard_reader"
 _GRADIENT = "_whole_gradient"  # one that the user gave, until it is averaged over the data ranks
@@ -103,21 +104,21 @@ class Reader(Protocol):
 def read_as_full(parameter: DTensor, reader: Reader) -> None:
     """Gives a sharded `parameter` the behaviour that this file is about. It stays the same object."""
     vars(parameter)[_READER] = _Held(reader)
-    parameter.__class__ = ShardedParameter
+    set_class(parameter, ShardedParameter)
 
 
 def make_readable(tensor: Any) -> bool:
     """Makes a plain DTensor behave as a sharded parameter does; returns whether it was one."""
     if type(tensor) is not DTensor:
         return False
-    tensor.__class__ = ShardedParameter
+    set_class(tensor, ShardedParameter)
     return True
 
 
 def make_plain(tensor: DTensor) -> None:
     """Undoes :func:`make_readable`."""
     if type(tensor) is ShardedParameter:
-        tensor.__class__ = DTensor  # type: ignore[assignment]
+        set_class(tensor, DTensor)
 
 
 class ReadInFull(InUsersCode):
@@ -138,7 +139,7 @@ class ReadInFull(InUsersCode):
         before, after = (DTensor, ShardedParameter) if users_code else (ShardedParameter, DTensor)
         for parameter in self._parameters:
             if type(parameter) is before:  # else it is watched, too
-                parameter.__class__ = after
+                set_class(parameter, after)
         for follower in self.followers:
             follower(users_code)
 
@@ -207,7 +208,7 @@ class ShardedParameter(DTensorWithDirectHooks):
         if id(self) in memo:
             return memo[id(self)]
         copy = _as_dtensor(lambda: DTensor.__deepcopy__(self, memo), self)
-        copy.__class__ = ShardedParameter
+        set_class(copy, ShardedParameter)
         memo[id(self)] = copy
         return copy
 
@@ -215,11 +216,11 @@ class ShardedParameter(DTensorWithDirectHooks):
 def _as_dtensor(action: Callable[[], Any], parameter: DTensor) -> Any:
     """Runs an `action` that does not know subclasses, and that shall not copy the parameter's model."""
     held = vars(parameter).pop(_READER, None)
-    parameter.__class__ = DTensor
+    set_class(parameter, DTensor)
     try:
         return action()
     finally:
-        parameter.__class__ = ShardedParameter
+        set_class(parameter, ShardedParameter)
         if held is not None:
             vars(parameter)[_READER] = held
 
@@ -308,7 +309,7 @@ def _source(target: DTensor, *, shares_numbers: bool) -> Source:
     def write(full: torch.Tensor) -> None:
         if shares_numbers:
             for axis in range(target.device_mesh.ndim):
-                dist.broadcast(full, group=target.device_mesh.get_group(axis), group_src=0)
+                dist.broadcast(on_the_wire(full), group=target.device_mesh.get_group(axis), group_src=0)
         local = shard_of(target)
         local.copy_(local_shard(full, target.device_mesh, target.placements).view(local.shape))
 

@@ -22,6 +22,7 @@ from tensorshard.comm.collectives import all_reduce_
 from tensorshard.comm.marks import get_mark, split_parameters_by_gradient
 from tensorshard.comm.sharded_tensors import own_group
 from tensorshard.torch_private.optimizers import TOTAL_NORM, UNSCALE_GRADIENTS, clip_grad
+from tensorshard.torch_private.patches import replaced
 
 
 def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
@@ -39,10 +40,10 @@ def install(groups_exist: Callable[[], bool]) -> Callable[[], None]:
     with ExitStack() as undo:
 
         def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-            original = getattr(owner, name)
-            ours = _while_they_exist(groups_exist, wrap(original), original)
-            setattr(owner, name, ours)
-            undo.callback(_put_back, owner, name, ours, original)
+            def make(original: Any) -> Any:
+                return _while_they_exist(groups_exist, wrap(original), original)
+
+            undo.enter_context(replaced(owner, name, make))
 
         replace(DistributedDataParallel, "__init__", leaving_split_parameters_alone)
         replace(Optimizer, "load_state_dict", taking_own_shards)
@@ -63,11 +64,6 @@ def _while_they_exist(
         return (ours if groups_exist() else original)(*args, **kwargs)
 
     return call
-
-
-def _put_back(owner: Any, name: str, ours: Any, original: Any) -> None:
-    if getattr(owner, name) is ours:  # else somebody has wrapped ours: that stays, and ours goes on to call torch's
-        setattr(owner, name, original)
 
 
 def agreeing_on_overflows(original: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:

@@ -158,7 +158,7 @@ class Engine(LoopMethods, StateMethods):
                 RootRole.TRANSFERS,
                 after=lambda *_: None if torch.is_grad_enabled() else storage.check_transfers(),
             )
-        self._background, self._states = BackgroundSaves(mesh.world_group, device), RegisteredStates()
+        self._background, self._states = BackgroundSaves(mesh.world_group), RegisteredStates()
         self._watch = self.call_watch = CallWatch(
             mesh.groups(),
             device,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorshard.common.words import kind_of
 from tensorshard.data import ShardedBatchSampler
@@ -20,6 +19,7 @@ from tensorshard.model.batches import to_device
 from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.torch_private.process import become_only_reader
 from tensorshard.torch_private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tensorshard.torch_private.tensors import WeakIdKeyDictionary
 
 # The batches of a stream for one data rank, each with the place in the stream that comes after it.
 

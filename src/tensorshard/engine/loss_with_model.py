@@ -22,6 +22,7 @@ from tensorshard.engine.step import StepAgain, StepLoss, WholeModelStepRunner
 from tensorshard.model.batches import unclear_list
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
+from tensorshard.torch_private.patches import replaced
 
 logger = logging.getLogger("tensorshard")
 
@@ -154,21 +155,20 @@ class LossWithModelRunner(WholeModelStepRunner):
         self._looks = False
         parameters = {id(parameter) for parameter in self._sharded.model.parameters()}
         by_weights = False
-        grad = torch.autograd.grad
 
-        @wraps(grad)
-        def noting(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal by_weights
-            of = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-            by_weights |= any(id(one) in parameters for one in of)
-            return grad(outputs, of, *args, **kwargs)
+        def noting(grad: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(grad)
+            def noted(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                nonlocal by_weights
+                of = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+                by_weights |= any(id(one) in parameters for one in of)
+                return grad(outputs, of, *args, **kwargs)
+
+            return noted
 
         # A mode of torch's would stand between user code and what parameters show.
-        torch.autograd.grad = noting  # type: ignore[assignment]
-        try:
+        with replaced(torch.autograd, "grad", noting):
             yield
-        finally:
-            torch.autograd.grad = grad
         if by_weights and self._mesh.rank == 0:
             logger.warning(
                 "loss_fn takes a gradient by the weights, which is that of one micro-batch of one data rank: the loss "

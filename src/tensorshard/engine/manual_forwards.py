@@ -27,9 +27,9 @@ from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.autograd import engines_backward, is_in_engines_backward, will_run
 from tensorshard.torch_private.pytree import tree_leaves
+from tensorshard.torch_private.recomputation import CHECKPOINT_NODE
 
 # The node of torch's reentrant checkpoint: what it recomputes in backward is no part of the graph.
-_HIDDEN = "CheckpointFunctionBackward"
 
 
 class ManualForwards:
@@ -160,7 +160,8 @@ class PartOfGraph:
                 continue
             seen.add(node)
             leaf = getattr(node, "variable", None)
-            counts = node.name() == _HIDDEN or (leaf is not None and all(leaf is not given for given in self._leaves))
+            is_users = leaf is not None and all(leaf is not given for given in self._leaves)
+            counts = is_users or node.name() == CHECKPOINT_NODE
             if counts and will_run(node):
                 return True
             todo += _next(node)

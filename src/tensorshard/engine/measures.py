@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.collectives import all_reduce_, on_the_wire
 from tensorshard.comm.differentiable import gather_for_sum
 from tensorshard.common.words import kind_of
 from tensorshard.engine.last_batch import ShortBatches
@@ -97,18 +97,17 @@ def _all_gathered(rows: list[torch.Tensor], forms: list[_Form], mesh: Mesh) -> l
 def _sent(mine: torch.Tensor, shape: list[int], dp_rank: int, mesh: Mesh) -> torch.Tensor:
     """The tensor of one data rank, which has `shape`, on all of them."""
     rows = mine.contiguous() if mesh.dp_rank == dp_rank else mine.new_empty(shape)
-    dist.broadcast(rows.view(torch.uint8) if rows.dtype == torch.bool else rows, group=mesh.dp_group, group_src=dp_rank)
+    dist.broadcast(on_the_wire(rows), group=mesh.dp_group, group_src=dp_rank)
     return rows
 
 
 def _gathered(rows: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Tensor:
     """The rows of all data ranks, of which each has as many as `sizes` says."""
-    wire = rows.view(torch.uint8) if rows.dtype == torch.bool else rows
-    padded = wire.new_zeros(max(sizes), *wire.shape[1:])
-    padded[: len(wire)] = wire
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=mesh.dp_group)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).view(rows.dtype)
+    dist.all_gather([on_the_wire(part) for part in parts], on_the_wire(padded), group=mesh.dp_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def mean(values: Any, mesh: Mesh, device: torch.device) -> Any:

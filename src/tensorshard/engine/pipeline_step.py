@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tensorshard.comm.collectives import all_reduce_
+from tensorshard.comm.collectives import all_reduce_, on_the_wire
 from tensorshard.comm.decisions import decide_once
 from tensorshard.comm.world import world
 from tensorshard.common.words import with_article
@@ -166,7 +166,7 @@ class PipelineStepRunner(StepRunner):
         outputs = self._outputs(parts, read)
         sizes = [batch_size(part) for part, _ in parts]
         last = self._sharded.last_rank
-        if not decide_once(lambda: _can_join(outputs, sizes), self._group, rank=last, device=self._device):
+        if not decide_once(lambda: _can_join(outputs, sizes), self._group, rank=last):
             self._predicts_whole = True
             outputs = self._outputs(self._on_device([(inputs, targets)]), read)
         return self._shown_to_all(lambda: _joined(outputs))
@@ -227,7 +227,7 @@ class PipelineStepRunner(StepRunner):
             if torch.is_grad_enabled():
                 self._runner.forget_latest()
             last = self._sharded.last_rank
-            decide_once(self._raise_failure, self._group, rank=last, device=self._device)
+            decide_once(self._raise_failure, self._group, rank=last)
         if stale:
             self._sharded.expect_gradients()
             raise StepAgain
@@ -249,12 +249,12 @@ class PipelineStepRunner(StepRunner):
             return structure, [(tensor.shape, tensor.dtype) for tensor in tensors]
 
         source = self._sharded.last_rank
-        structure, layouts = decide_once(describe, self._group, rank=source, device=self._device)
+        structure, layouts = decide_once(describe, self._group, rank=source)
         if not self._is_last:
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layouts]
         tensors = [tensor.contiguous() for tensor in tensors]
         for tensor in tensors:
-            dist.broadcast(tensor, group=self._group, group_src=source)
+            dist.broadcast(on_the_wire(tensor), group=self._group, group_src=source)
         return structure.build(tensors)
 
 

@@ -26,9 +26,10 @@ from torch import nn
 from torch.func import functional_call
 
 from tensorshard.comm.collectives import broadcast_
+from tensorshard.comm.primitives import exchange_sizes
 from tensorshard.comm.world import world
 from tensorshard.common.words import is_inside, join_names
-from tensorshard.expert_parallel.exchange import exchange_counts, exchange_rows
+from tensorshard.expert_parallel.exchange import exchange_rows
 from tensorshard.model.blocks import find_blocks
 from tensorshard.model.forwards import Forward, Role, wrap_forward
 from tensorshard.random.call_sites import current_randomness
@@ -131,11 +132,14 @@ def drawing_from(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def draw_seed(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> int | None:
-    """A seed from the stream; with `group`, all its ranks draw and take that of the first. None in an estimate."""
+def draw_seed(group: dist.ProcessGroup | None = None) -> int | None:
+    """A seed from the stream; with `group`, all its ranks draw and take that of the first. None in an estimate.
+
+    It travels on the CPU, where the group can: a read from a GPU would wait for it.
+    """
     if world().is_simulated:
         return None
-    seed = torch.randint(1 << 62, (1,), generator=torch.default_generator).to(device)
+    seed = torch.randint(1 << 62, (1,), generator=torch.default_generator)
     if group is not None:
         broadcast_(seed, group)
     return int(seed.item())
@@ -177,11 +181,11 @@ def _compute(
         )
     tokens: torch.Tensor = given[0]
     rows, ranks = tokens.reshape(-1, tokens.size(-1)), group.size()
-    sent, received = exchange_counts(torch.full((ranks,), len(rows), device=rows.device), ranks * len(rows), group)
+    sent, received = [len(rows)] * ranks, exchange_sizes(len(rows), group, torch.device("cpu"))
     everyone = exchange_rows(rows.repeat(ranks, 1), sent, received, group)
     everyone = everyone.view(*(1 for _ in range(experts.dims - 2)), *everyone.shape)
     call = partial(forward, **{next(iter(kwargs)): everyone}) if kwargs else partial(forward, everyone)
-    seed = draw_seed(group, tokens.device) if experts.draws else None
+    seed = draw_seed(group) if experts.draws else None
     with _numbered(tokens, everyone, sent, received, group):
         with switch.set(True, seed, tokens.device), _drawn_again():
             result = call()

@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from tensorshard.common.words import is_inside
-from tensorshard.torch_private.modules import MODULE_CALLS, MODULE_LOADS
+from tensorshard.torch_private.modules import called_module
 
 _MARK = "_tensorshard_computes_on_parts"  # the key in a module's __dict__, which its deep copies have, too
 _OWN = "tensorshard"
 _USERS = "tensorshard.models"  # models as users write them
 _PASSED_ON = ("torch", "tensorshard.model.watched_parameters", "tensorshard.engine.optimizer_states")
 
-_MODULE_CODE = frozenset((*MODULE_CALLS, *MODULE_LOADS))
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LIBRARIES = tuple(
     f"{Path(path).resolve()}{os.sep}" for path in (Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
@@ -57,8 +56,9 @@ def is_called_by_user(first: FrameType | None, optimizer: Any = None, *, within_
                 if within_calls:
                     return True
         code = frame.f_code
-        if code in _MODULE_CODE:
-            if _MARK in vars(frame.f_locals["self"]):
+        module = called_module(frame, or_loaded=True)
+        if module is not None:
+            if _MARK in vars(module):
                 return False
         elif optimizer is not None and code.co_varnames[:1] == ("self",) and frame.f_locals.get("self") is optimizer:
             return False

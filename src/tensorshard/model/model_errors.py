@@ -14,7 +14,7 @@ from torch import nn
 from tensorshard.common.words import with_article
 from tensorshard.model.provenance import run_operation
 from tensorshard.model.reachable_state import is_foreign
-from tensorshard.torch_private.modules import MODULE_CALLS
+from tensorshard.torch_private.modules import arguments_of_call, called_module
 
 _PACKAGE = Path(__file__).parents[1]
 _MODELS = _PACKAGE / "models"  # they count as users' models
@@ -88,8 +88,9 @@ def _is_of_package(frame: FrameType) -> bool | None:
     if frame.f_code is run_operation.__code__:  # it runs an operation of the model
         return None
     file = frame.f_code.co_filename
-    if frame.f_code in MODULE_CALLS:
-        file = getattr(sys.modules.get(type(frame.f_locals["self"]).__module__), "__file__", None) or ""
+    called = called_module(frame)
+    if called is not None:
+        file = getattr(sys.modules.get(type(called).__module__), "__file__", None) or ""
         return _is_inside(file, _PACKAGE) and not _is_inside(file, _MODELS)
     if _is_inside(file, _PACKAGE):
         return not _is_inside(file, _MODELS)
@@ -108,10 +109,11 @@ def failed_module(error: BaseException, model: nn.Module) -> str:
     names = {id(module): name for name, module in model.named_modules()}
     failed = ""
     for frame in _frames(error.__traceback__):
-        name = names.get(id(frame.f_locals["self"])) if frame.f_code in MODULE_CALLS else None
-        if name:
-            module, given = frame.f_locals["self"], [*frame.f_locals["args"]]
-            given += [frame.f_locals["kwargs"]] if frame.f_locals["kwargs"] else []
+        module = called_module(frame)
+        name = names.get(id(module))
+        if module is not None and name:
+            args, kwargs = arguments_of_call(frame)
+            given = [*args, *([kwargs] if kwargs else [])]
             kind = f"{type(module).__name__}({module.extra_repr()})"
             failed = f"; it failed in {name!r}, {with_article(kind)}, which was called with {describe_batch(given)}"
     return failed

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from tensorshard.torch_private.modules import (
     NormBase,
     buffer_at,
     buffer_names,
-    forward_pre_hooks,
     own_buffers,
     own_parameters,
     set_buffer,
@@ -227,8 +225,3 @@ class Exchanged:
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether `module` is one of torch's batch or instance normalizations or a subclass, or has the same buffers."""
     return isinstance(module, NormBase) or all(name in own_buffers(module) for name in STATISTICS)
-
-
-def spectral_norm_hooks(module: nn.Module) -> list[SpectralNorm]:
-    """The hooks of :func:`torch.nn.utils.spectral_norm`, which compute a weight before each forward of `module`."""
-    return [hook for hook in forward_pre_hooks(module) if isinstance(hook, SpectralNorm)]

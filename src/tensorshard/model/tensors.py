@@ -183,7 +183,7 @@ class TensorSpec:
         """Whether `tensor` has this shape and type."""
         return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
 
-    def on_the_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+    def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous view of `tensor`, in the order of its memory. `tensor` has this spec."""
         order = sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], dim))
         return tensor.permute(order)

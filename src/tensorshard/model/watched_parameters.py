@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from tensorshard.torch_private.dispatch import NOT_CALLED, without_torch_functions_of_tensors
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.pytree import tree_leaves, tree_map_only
-from tensorshard.torch_private.tensors import share_storage, tensor_version
+from tensorshard.torch_private.tensors import set_class, share_storage, tensor_version
 
 _WATCHES = "_tensorshard_watches"  # a key in a parameter's __dict__
 _TAKEN = "_tensorshard_data_taken"
@@ -156,7 +156,7 @@ NotedParameter.__name__ = NotedParameter.__qualname__ = "Parameter"
 def note_data(parameter: nn.Parameter, name: str) -> None:
     """Makes the `parameter` with this `name` note when its ``data`` are taken."""
     if type(parameter) is nn.Parameter:
-        parameter.__class__ = NotedParameter
+        set_class(parameter, NotedParameter)
         parameter.__dict__[_NAME] = name
 
 
@@ -240,7 +240,7 @@ class _Watched:
             watching.before_use(self, torch.clone)  # type: ignore[arg-type]
         with without_torch_functions_of_tensors():
             copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
-        copied.__class__ = plain
+        set_class(copied, plain)
         copied.__dict__.pop(_WATCHES, None)
         copied.__dict__.pop(_PAUSED, None)
         for watching in watches_of(self):
@@ -294,7 +294,7 @@ def watch(parameter: nn.Parameter, watching: Watch) -> None:
         inner = sum(not other.is_outermost for other in watches)
         watches.insert(len(watches) if watching.is_outermost else inner, watching)
         if not isinstance(parameter, _Watched):
-            parameter.__class__ = _watched_class(type(parameter))
+            set_class(parameter, _watched_class(type(parameter)))
 
 
 def unwatch(parameter: nn.Parameter, watching: Watch) -> None:
@@ -308,7 +308,7 @@ def unwatch(parameter: nn.Parameter, watching: Watch) -> None:
     if not watches:
         del parameter.__dict__[_WATCHES]
     if isinstance(parameter, _Watched):
-        parameter.__class__ = type(parameter).__mro__[2]
+        set_class(parameter, type(parameter).__mro__[2])
 
 
 class Pause:
@@ -325,13 +325,13 @@ class Pause:
         for parameter, plain, _, attributes in self._parameters:
             paused = attributes[_PAUSED] = attributes.get(_PAUSED, 0) + 1
             if len(attributes[_WATCHES]) <= paused:
-                parameter.__class__ = plain
+                set_class(parameter, plain)
 
     def end(self) -> None:
         """The watch is back."""
         for parameter, _, watched, attributes in self._parameters:
             attributes[_PAUSED] -= 1
-            parameter.__class__ = watched
+            set_class(parameter, watched)
 
 
 class InUsersCode(ABC):

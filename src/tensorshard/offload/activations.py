@@ -23,7 +23,6 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorshard.comm.world import world
 from tensorshard.model.forwards import Forward, Role, wrap_forward
@@ -33,7 +32,7 @@ from tensorshard.offload.transfers import Reading, Transfers
 from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.fake_tensors import FakeTensor
 from tensorshard.torch_private.modules import own_buffers, own_parameters
-from tensorshard.torch_private.tensors import storage_address, tensor_version
+from tensorshard.torch_private.tensors import StorageWeakRef, storage_address, tensor_version
 
 _KIND = "activations"
 _GROWTH = 1 << 24  # bytes by which the file grows at least

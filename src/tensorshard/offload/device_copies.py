@@ -76,7 +76,11 @@ class DeviceCopies:
         Raises:
             RuntimeError: the driver refuses to pin so much.
         """
-        return PinnedMemory(nbytes, self.device) if self._on_gpu else mmap.mmap(-1, nbytes)
+        return (
+            PinnedMemory(nbytes, self.device, "set offload.buffer_memory to less")
+            if self._on_gpu
+            else mmap.mmap(-1, nbytes)
+        )
 
     def make_current(self) -> None:
         """Makes the device that of the calling thread, as each thread that copies has to.
@@ -133,6 +137,7 @@ class PinnedMemory(mmap.mmap):
     Args:
         nbytes: how much.
         device: the CUDA device that copies from and to it.
+        instead: what to do where the driver refuses.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -140,17 +145,17 @@ class PinnedMemory(mmap.mmap):
 
     _address: int | None = None
 
-    def __new__(cls, nbytes: int, device: torch.device) -> "PinnedMemory":
+    def __new__(cls, nbytes: int, device: torch.device, instead: str) -> "PinnedMemory":
         return super().__new__(cls, -1, nbytes)
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, instead: str) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         with torch.cuda.device(device):  # else this thread would make a context on the first device
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
             raise RuntimeError(
                 f"{nbytes:,} bytes of a buffer between {device} and the host's memory could not be pinned (CUDA error "
-                f"{code}); set offload.buffer_memory to less"
+                f"{code}); {instead}"
             )
         self._address = address
 

@@ -20,7 +20,7 @@ from tensorshard.offload.transfers import Move, Transfers, Work
 from tensorshard.offload.updates import OffloadedStates, Tile, TileUpdates, options_now, state_keys, tile_update, tiles
 from tensorshard.plan.storage import Update
 from tensorshard.torch_private.operators import foreach_norm
-from tensorshard.torch_private.optimizers import step_without_hooks
+from tensorshard.torch_private.optimizers import step_without_hooks, with_step_hooks
 from tensorshard.torch_private.tensors import share_storage, storage_address, tensor_version
 
 _WORKS = 8  # buffers that are filled, used and emptied in turn
@@ -104,7 +104,7 @@ class OffloadedOptimizer(Update):
             return this._torch_step(closure)
 
         # With torch's hooks before and after every step.
-        optimizer.step = MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(with_step_hooks(step), optimizer)  # type: ignore[method-assign]
 
     @property
     def copied(self) -> set[torch.Tensor]:

@@ -19,7 +19,7 @@ from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.watched_parameters import METADATA, Watch, watch
 from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.compilation import is_called_by_compiled_code
-from tensorshard.torch_private.modules import MODULE_CALLS
+from tensorshard.torch_private.modules import called_module
 from tensorshard.torch_private.process_groups import refuse_wrappers
 from tensorshard.weights.initial import HeldTensors, TensorSource
 
@@ -145,9 +145,9 @@ def _reading_forward(frame: FrameType | None) -> tuple[nn.Module, str] | None:
     """The innermost marked module whose forward is running, and the line of the user's code that reads."""
     reader: FrameType | None = None
     while frame is not None:
-        if frame.f_code in MODULE_CALLS and is_parallelized(frame.f_locals["self"]):
-            line = "" if reader is None else f"{reader.f_code.co_filename}:{reader.f_lineno}"
-            return frame.f_locals["self"], line
+        module = called_module(frame)
+        if module is not None and is_parallelized(module):
+            return module, "" if reader is None else f"{reader.f_code.co_filename}:{reader.f_lineno}"
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if reader is None and package not in ("torch", "tensorshard"):
             reader = frame

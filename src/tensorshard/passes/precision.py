@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
 from tensorshard.model.model_errors import explained_types
-from tensorshard.model.parameters import spectral_norm_hooks
 from tensorshard.model.reachable_state import forward_classes, used_by_forwards
-from tensorshard.torch_private.modules import NormBase, own_buffers, own_parameters, set_parameter
+from tensorshard.torch_private.modules import NormBase, own_buffers, own_parameters, set_parameter, spectral_norm_hooks
 from tensorshard.torch_private.pytree import tree_leaves, tree_map
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

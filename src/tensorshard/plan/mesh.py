@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import longer, was_joined_here
 from tensorshard.plan.plan import AXES, Plan, coordinates
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.torch_private.fake_tensors import unset_fake_temporarily
-from tensorshard.torch_private.process_groups import forget_meshes, merged_group, set_group_timeout
+from tensorshard.torch_private.process_groups import backend_of_pipeline, forget_meshes, merged_group, set_group_timeout
 
 _GROUPS_SHOWN = 8
 
@@ -336,7 +337,11 @@ def _device_mesh(
     if group is not None and shape == (len(members),):
         made = DeviceMesh.from_group(group, device_type, mesh_dim_names=axes)
     else:
-        made = DeviceMesh(device_type, torch.tensor(members, device="cpu").view(shape), mesh_dim_names=axes)
+        # Only the group of a pipeline's ranks.
+        lazily = backend_of_pipeline(group or world_group()) if "pp" in axes else None
+        backends = None if lazily is None else tuple((lazily if axis == "pp" else None, None) for axis in axes)
+        ranks = torch.tensor(members, device="cpu").view(shape)
+        made = DeviceMesh(device_type, ranks, mesh_dim_names=axes, backend_override=backends)
     _known[key] = made
     return made
 

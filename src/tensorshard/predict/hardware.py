@@ -19,6 +19,7 @@ import torch
 from tensorshard.common.paths import cache_folder
 from tensorshard.plan.field_checks import size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
+from tensorshard.torch_private.process_groups import opens_at_once
 
 _COMMUNICATOR = 1 << 28
 _GIB = 1 << 30
@@ -115,23 +116,33 @@ class Hardware:
         return self.rates is not None and not self.rates.asynchronous
 
 
-def communicators(plan: Plan) -> int:
+def communicators(plan: Plan, at_once: bool | None = None) -> int:
     """How many communicators NCCL makes for a rank under a resolved `plan`: one for each group with other ranks, and
     one for each neighbour in a pipeline, as torch's schedules send by themselves what needs no answer. Groups of
     experts are others than those of the axes, even with the same ranks, unless all ranks of the world are in one. At
-    ZeRO 0 gradients are summed over all replicas and their ranks at once."""
+    ZeRO 0 gradients are summed over all replicas and their ranks at once.
+
+    Args:
+        at_once: whether a group has its communicator when it is made, even if it never sends, and a pipeline one of its
+            own, as with torch 2.15. None: as the installed torch has it.
+    """
+    at_once = opens_at_once() if at_once is None else at_once
     axes = {axis for axis in AXES if getattr(plan, axis) > 1}
     data, shard = {"dp_replicate", "dp_shard"}, {"dp_shard", "cp"}
     of_experts = [plan.ep, plan.dp_shard * plan.cp // plan.ep]
     by_one_axis = axes
-    if plan.zero == 0:
-        of_experts[1] *= plan.dp_replicate
-        if data <= axes:
-            by_one_axis, shard = axes - data, data
+    if plan.zero == 0 and data <= axes:
+        by_one_axis, shard = axes if at_once else axes - data, data
+    if at_once:
+        of_experts += [plan.dp_replicate, plan.tp]
+    if plan.zero == 0 and (not at_once or min(of_experts[1], plan.dp_replicate) > 1):
+        of_experts += [of_experts[1] * plan.dp_replicate]
+        of_experts[1] = of_experts[1] if at_once else 1
     groups = {frozenset({axis}) for axis in by_one_axis}
     groups |= {frozenset(axes & group) for group in (axes, data, data | {"cp"}, shard)}
     world_size = math.prod(getattr(plan, axis) for axis in AXES)
     others = 0 if plan.ep in (1, plan.cp) else sum(1 < ranks < world_size for ranks in of_experts)
+    others += at_once and plan.pp == world_size > 1
     return len(groups - {frozenset()}) + min(plan.pp - 1, 2) + others
 
 

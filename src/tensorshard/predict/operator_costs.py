@@ -6,9 +6,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
-from tensorshard.torch_private.operators import schema
+from tensorshard.torch_private.operators import flop_formula, schema
 from tensorshard.torch_private.pytree import tree_leaves
 
 # Operators that make a tensor without writing to it, or a view of one.
@@ -110,9 +109,9 @@ def _describe(func: Any) -> _Operator:
     returns_new = any(result.alias_info is None for result in described.returns)
     is_view = bool(described.returns) and not written and not returns_new
     free = name in _FREE or is_view or described.name.startswith("prim::")
-    formula = flop_registry.get(func.overloadpacket)
+    formula = flop_formula(func.overloadpacket)
     if formula is None and name.endswith("_"):  # addmm_ does what addmm does
-        formula = flop_registry.get(getattr(torch.ops.aten, name[:-1], None))
+        formula = flop_formula(getattr(torch.ops.aten, name[:-1], None))
     if name == _FLASH_FOR_CPU:
         formula = _attention_flops
     elif name == f"{_FLASH_FOR_CPU}_backward":

@@ -16,6 +16,7 @@ that are not used.
     modules            a module's own tensors, hooks and conversions; base classes of its layers
     operators          operators without a public name, and what an operator says of itself
     optimizers         clipping, unscaling and learning rates
+    patches            what is put in the place of torch's functions
     pipelining         what torch's pipeline schedules ask of a stage
     process            what torch keeps for this process, and says
     process_groups     process groups of one's own, and what a group is made of

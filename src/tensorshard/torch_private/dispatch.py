@@ -18,6 +18,9 @@ Checked: torch 2.13 and 2.15.
 Public way: ``torch._C._disabled_torch_function_impl``, which torch's notes on extending it name.
 """
 
+import functools
+import types
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +41,7 @@ __all__ = [
     "has_dispatch_mode",
     "innermost_dispatch_mode",
     "make_wrapper_tensor",
+    "python_body",
     "without_dispatch_modes",
     "without_torch_functions_of_tensors",
 ]
@@ -124,3 +128,28 @@ def make_wrapper_tensor(
     Public way: none. It is in PyTorch's notes on extending tensors, but has no public name.
     """
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+@functools.cache
+def python_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function of ``torch.nn.functional`` that runs its Python code whatever class its tensors have, or None if it is
+    another function, or has no Python code.
+
+    Why: a tensor class with rules for some functions takes others by what these call.
+
+    Checked: torch 2.13 and 2.15, whose code begins with questions by three names whether a class takes it over.
+
+    Public way: none; what a ``__torch_function__`` calls asks the class again, or no class at all.
+    """
+    if not isinstance(func, types.FunctionType) or func.__module__ not in ("torch.nn.functional", "torch.functional"):
+        return None
+
+    def no(*args: Any, **kwargs: Any) -> bool:
+        return False
+
+    names = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), no)
+    body = types.FunctionType(
+        func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__, func.__closure__
+    )
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body

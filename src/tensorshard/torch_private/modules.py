@@ -13,6 +13,7 @@ Public way: a tuple of all public classes, which misses such layers.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from tensorshard.torch_private.patches import replaced
 
 __all__ = [
     "CONVOLUTIONS",
-    "MODULE_CALLS",
-    "MODULE_LOADS",
     "RECURRENT_LISTS",
     "REFERENCES",
     "TABLES",
@@ -33,9 +35,11 @@ __all__ = [
     "ConvertibleModule",
     "DropoutBase",
     "NormBase",
+    "arguments_of_call",
     "buffer_at",
     "buffer_names",
     "buffer_table",
+    "called_module",
     "check_batch_norm_input",
     "clear_forward_hooks",
     "clear_hooks",
@@ -55,19 +59,56 @@ __all__ = [
     "reset_method",
     "set_buffer",
     "set_parameter",
+    "spectral_norm_hooks",
     "truncated_normal_replaced",
     "without_values",
 ]
 
-# The code that runs a module's call, around its forward.
-# Why: in a traceback, a frame of this code stands for the file of the module's class.
-# Checked: torch 2.13 and 2.15. Public way: none.
-MODULE_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+_CALLS = frozenset((nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__))
+_LOADS = frozenset((nn.Module._load_from_state_dict.__code__, nn.Module._apply.__code__))
 
-# The code that loads a module's state dict, and that converts its tensors.
-# Why: in the stack, a frame of this code tells that parameters are about to be written as a module holds them.
-# Checked: torch 2.13 and 2.15. Public way: none.
-MODULE_LOADS = (nn.Module._load_from_state_dict.__code__, nn.Module._apply.__code__)
+
+def called_module(frame: FrameType, *, or_loaded: bool = False) -> nn.Module | None:
+    """The module whose call `frame` runs, around its forward; None if it is another frame.
+
+    Args:
+        or_loaded: whether the loading of its state dict, and the conversion of its tensors, count, too.
+
+    Why: in a traceback, such a frame stands for the file of the module's class. In the stack, it tells who reads.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    if frame.f_code in _CALLS or (or_loaded and frame.f_code in _LOADS):
+        module: nn.Module = frame.f_locals["self"]
+        return module
+    return None
+
+
+def arguments_of_call(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the named arguments of the call in a frame of :func:`called_module`.
+
+    Why: an error says what the module that failed was called with.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none.
+    """
+    return frame.f_locals["args"], frame.f_locals["kwargs"]
+
+
+def spectral_norm_hooks(module: nn.Module) -> list[SpectralNorm]:
+    """The hooks of :func:`torch.nn.utils.spectral_norm`, which compute a weight before each forward of `module`.
+
+    Why: their weights are computed from others, in a type of their own.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none; the class has no documented name.
+    """
+    return [hook for hook in forward_pre_hooks(module) if isinstance(hook, SpectralNorm)]
+
 
 TABLES = ("_parameters", "_buffers", "_modules")
 """Where a module's ``__dict__`` keeps what is registered; every other entry is a plain attribute."""
@@ -336,8 +377,8 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-def replace_forward_hooks(module: nn.Module, replaced: Callable[[Any, bool], Any]) -> None:
-    """Puts ``replaced(hook, takes_output)`` in the place of each hook that is called before or after the forward.
+def replace_forward_hooks(module: nn.Module, make: Callable[[Any, bool], Any]) -> None:
+    """Puts ``make(hook, takes_output)`` in the place of each hook that is called before or after the forward.
 
     Why: what a hook of the user's gets is changed, and its handle and its place among the hooks stay.
 
@@ -347,7 +388,7 @@ def replace_forward_hooks(module: nn.Module, replaced: Callable[[Any, bool], Any
     """
     for hooks, takes_output in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
         for number, hook in list(hooks.items()):
-            hooks[number] = replaced(hook, takes_output)
+            hooks[number] = make(hook, takes_output)
 
 
 def move_hooks_outward(module: nn.Module, before: int | None, after: int | None) -> None:
@@ -412,12 +453,8 @@ def truncated_normal_replaced(make: Callable[[Callable[..., Any]], Callable[...,
 
     Public way: replacing ``nn.init.trunc_normal_``, which misses code that imported it by name.
     """
-    original = nn.init._no_grad_trunc_normal_
-    nn.init._no_grad_trunc_normal_ = make(original)
-    try:
+    with replaced(nn.init, "_no_grad_trunc_normal_", make):
         yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
 
 
 class ConvertibleModule(nn.Module):

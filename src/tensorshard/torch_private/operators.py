@@ -9,7 +9,7 @@ Checked: torch 2.13 and 2.15.
 Public way: ``type(torch.ops.aten.add.Tensor)``, which type checkers do not follow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch._ops import OpOverload
 __all__ = [
     "ATTENTION_KERNELS",
     "FUSED_UPDATES",
-    "UNSCALE",
     "OpOverload",
     "assert_async",
+    "flop_formula",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
@@ -53,11 +53,6 @@ FUSED_UPDATES = frozenset(
     for overload in (getattr(packet, name) for name in packet.overloads())
 )
 
-# The operator that torch.amp.GradScaler calls on the gradients of one device and type.
-# Why: DTensor has its own rule for it, which has to be extended for mixtures of DTensors and plain tensors.
-# Checked: torch 2.13 and 2.15. Public way: none.
-UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
-
 
 def schema(operator: Any) -> Any:
     """The schema of `operator`: its name, its arguments, and which of them it writes to (``alias_info``).
@@ -81,6 +76,21 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype |
     Public way: ``torch.linalg.vector_norm`` of each: a kernel for every tensor.
     """
     return torch._foreach_norm(tensors, order, dtype=dtype)
+
+
+def flop_formula(packet: Any) -> Callable[..., int] | None:
+    """The function that counts an operator's floating-point operations, called as ``FlopCounterMode`` calls it; None if
+    torch has none.
+
+    Why: estimates count them without a mode around what runs.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: ``FlopCounterMode``, which counts what is run in it.
+    """
+    from torch.utils.flop_counter import flop_registry  # brings a part of torch that estimates alone need
+
+    return flop_registry.get(packet)
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

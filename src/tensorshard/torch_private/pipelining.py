@@ -13,6 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from tensorshard.torch_private.patches import replaced
+
 
 class ScheduleStage(_PipelineStageBase):
     """The base class of custom stages, since schedules take no other. Nothing is exchanged before a step.
@@ -52,12 +54,12 @@ def without_messages() -> Iterator[None]:
 
     Public way: none.
     """
-    prepare = _PipelineScheduleRuntime._prepare_schedule_with_comms
-    _PipelineScheduleRuntime._prepare_schedule_with_comms = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
+
+    def prepare_nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    with replaced(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", lambda _: prepare_nothing):
         yield
-    finally:
-        _PipelineScheduleRuntime._prepare_schedule_with_comms = prepare  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -71,8 +73,6 @@ def while_stages_prepare(pauses: list[None]) -> Iterator[None]:
 
     Public way: none; hooks of the module see these calls, too.
     """
-    names = ("_prepare_forward_infra", "_prepare_backward_infra")
-    original = {name: getattr(PipelineStage, name) for name in names}
 
     def pausing(prepare: Any) -> Any:
         @wraps(prepare)
@@ -85,10 +85,6 @@ def while_stages_prepare(pauses: list[None]) -> Iterator[None]:
 
         return paused
 
-    for name, prepare in original.items():
-        setattr(PipelineStage, name, pausing(prepare))
-    try:
+    names = ("_prepare_forward_infra", "_prepare_backward_infra")
+    with replaced(PipelineStage, names[0], pausing), replaced(PipelineStage, names[1], pausing):
         yield
-    finally:
-        for name, prepare in original.items():
-            setattr(PipelineStage, name, prepare)

@@ -3,15 +3,13 @@
 Also here: whether a thread waits for other ranks, by the line that it is in.
 """
 
-import linecache
-import re
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from itertools import islice
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -31,10 +29,10 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from tensorshard.torch_private.patches import replaced
+
 _STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="fake")
 """The backend that a fake world stands for: see :func:`fake_world`."""
-# NCCL's calls return at once. Their rank waits where it next reads a value from the GPU.
-_READ = re.compile(r"\.(item|tolist|cpu|numpy|nonzero|synchronize)\([^()]*\)$")
 
 
 COLLECTIVES = (
@@ -44,6 +42,11 @@ COLLECTIVES = (
     *("reduce_scatter_single_coalesced", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
 )
 """Methods of process groups that functions of ``torch.distributed`` call, under the names of all releases."""
+
+_FUNCTIONS = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter", "broadcast"),
+    *("reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single", "barrier"),
+}
 
 _NCCL = ("nccl", "nccl2", "nccl-lazy")  # torch 2.15 has three implementations
 
@@ -58,6 +61,39 @@ def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     Public way: ``dist.get_backend_config(group)``, for groups that torch has made.
     """
     return backend_name(group, device) in _NCCL
+
+
+def opens_at_once() -> bool:
+    """Whether NCCL opens a group's connections when the group is made, and not when it first sends.
+
+    Why: groups that never send take memory then, and the device is asked for before anything is on it. Torch takes it
+    from ``LOCAL_RANK`` where it is not told.
+
+    Checked: torch 2.13 and 2.15, whose "nccl" is another implementation, unless ``TORCH_DIST_USE_NCCL2=0``.
+
+    Public way: none; builds of torch without CUDA have no class to ask for.
+    """
+    return torch.__version__ >= "2.15" and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+
+
+def backend_of_pipeline(group: dist.ProcessGroup) -> str | None:
+    """The backends, as "cpu:gloo,cuda:nccl-lazy", that a pipeline's ranks of `group` send over; None for those of
+    `group`.
+
+    Why: the "nccl" of torch 2.15 has one stream for all that a rank sends and receives in a group, so a receive from
+    one neighbour would hold back a send to the other. "nccl-lazy" has a stream for each.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: the names; whether a group is of that kind is not told.
+    """
+    pairs = [pair.partition(":") for pair in str(dist.get_backend_config(group)).split(",")]
+    kinds = {device: name for device, _, name in pairs if name}
+    lazily = {
+        device: "nccl-lazy" if name in _NCCL and group._get_backend(torch.device(device)).name() == "nccl2" else name
+        for device, name in kinds.items()
+    }
+    return None if lazily == kinds else ",".join(f"{device}:{name}" for device, name in lazily.items())
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -112,6 +148,37 @@ def default_store() -> dist.Store:
     Public way: none; a store that one makes needs an address of its own.
     """
     return _get_default_store()
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """Another connection to what `store` keeps.
+
+    Why: threads may not share one. It is missing in torch's stubs.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none; the method is not documented.
+    """
+    client: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return client
+
+
+def collective_of_frame(frame: FrameType) -> tuple[str, dist.ProcessGroup, list[torch.Tensor]] | None:
+    """The collective of ``torch.distributed`` that `frame` runs: its name, its group and its tensors; None if it runs
+    none. Those of the default group, which is not given, are not known.
+
+    Why: a rank that waits says in what.
+
+    Checked: torch 2.13 and 2.15.
+
+    Public way: none; torch's flight recorder has those of NCCL alone.
+    """
+    if frame.f_globals.get("__name__") != distributed_c10d.__name__ or frame.f_code.co_name not in _FUNCTIONS:
+        return None
+    group = frame.f_locals.get("group")
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    return frame.f_code.co_name, group, [value for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -224,7 +291,7 @@ class LocalGroup(dist.ProcessGroup):
         return self.alltoall_base(*args)
 
 
-class _Done(dist.distributed_c10d.Work):
+class _Done(dist.Work):
     """A collective that is over.
 
     Args:
@@ -297,9 +364,6 @@ def simulates_gpu() -> bool:
 
 @contextmanager
 def _kept_while_sent() -> Iterator[None]:
-    # Taken from the class's dict: what getattr returns could not be set as a method again.
-    before = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}
-
     def keeping(transfer: Callable[..., Any]) -> Callable[..., Any]:
         def transferred(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> dist.Work:
             transfer(group, tensors, *args, **kwargs)
@@ -307,13 +371,8 @@ def _kept_while_sent() -> Iterator[None]:
 
         return transferred
 
-    for name in before:
-        setattr(dist.ProcessGroup, name, keeping(getattr(dist.ProcessGroup, name)))
-    try:
+    with replaced(dist.ProcessGroup, "send", keeping), replaced(dist.ProcessGroup, "recv", keeping):
         yield
-    finally:
-        for name, transfer in before.items():
-            setattr(dist.ProcessGroup, name, transfer)
 
 
 def forget_meshes() -> None:
@@ -357,7 +416,7 @@ def forget_world() -> list[Any]:
         The groups, which must live until the process ends without destroying them (``os._exit``).
     """
     world = distributed_c10d._world
-    kept = [world.default_pg, *world.pg_map, *world.pg_map.values()]
+    kept = [world.default_pg, *world.pg_map, *world.pg_map.values(), *(table.copy() for table in _tables())]
     _update_default_pg(None)
     _unregister_all_process_groups()
     for table in _tables():
@@ -384,7 +443,7 @@ def world_set_aside() -> Iterator[None]:
     finally:
         for table, content in zip(_tables(), contents, strict=True):
             table.clear()
-            table.update(content)
+            (table.update if isinstance(table, dict) else table.extend)(content)
         world.group_count = count
         for group, name in world.pg_names.items():
             _register_process_group(name, group)
@@ -423,12 +482,15 @@ def is_alone() -> bool:
     return dist.is_initialized() and dist.get_world_size() == 1 and dist.get_backend() == "fake"
 
 
-def _tables() -> tuple[dict[Any, Any], ...]:
+def _tables() -> tuple[Any, ...]:
+    """What torch keeps of its groups: dicts, and a list. What is in the last two ends with any world that ends."""
     world = distributed_c10d._world
-    return (
+    tables = (
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg, world.pg_to_tag,
-        world.pg_coalesce_state,
+        world.pg_coalesce_state, world.comms,
     )  # fmt: skip
+    hooks = getattr(world, "pg_flight_recorder_hooks", None)  # torch 2.15
+    return tables if hooks is None else (*tables, hooks)
 
 
 def group_of_argument(argument: Any) -> dist.ProcessGroup | None:
@@ -522,11 +584,14 @@ class _RefusedTable(OrderedDict[Any, Any]):
         raise RuntimeError(self.message)
 
 
-def place_of_wait(thread: int) -> tuple[int, int] | None:
+def place_of_wait(thread: int, device_waits: bool) -> tuple[int, int] | None:
     """Where a thread of this process waits for other ranks, to compare with a later answer; None if it computes.
 
-    On Gloo it waits inside of a collective. On NCCL it waits in a read from the GPU, whose kernels wait for those of
-    other ranks.
+    On Gloo it waits inside of a collective. NCCL's calls return at once: there it waits for the GPU, whose kernels wait
+    for those of other ranks, wherever it reads a value, or in a backward.
+
+    Args:
+        device_waits: whether the GPU has not finished what it was given a while ago.
 
     Why: a rank that computes for long is not one that waits for ever.
 
@@ -539,15 +604,4 @@ def place_of_wait(thread: int) -> tuple[int, int] | None:
         return None
     module = frame.f_globals.get("__name__", "")
     waits = module.startswith(("torch.distributed.", "tensorshard.comm.")) or module == "torch._ops"
-    waits = waits or (torch.cuda.is_initialized() and _reads_device(frame))
-    return (id(frame), frame.f_lasti) if waits else None
-
-
-def _reads_device(frame: FrameType) -> bool:
-    """Whether a frame is in a call that reads a tensor's values, as its source says."""
-    places = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-    _, line, _, end = next(places, (None, None, None, None))
-    if line is None or end is None:
-        return False
-    source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals)
-    return _READ.search(source.encode()[:end].decode(errors="ignore")) is not None
+    return (id(frame), frame.f_lasti) if waits or device_waits else None

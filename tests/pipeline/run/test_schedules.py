@@ -4,17 +4,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import strict_nccl
 from pipeline_models import EXAMPLES
 from tensorshard.model.batches import call_model, split_batch
 from tensorshard.pipeline.cut import cut_model
 from tensorshard.pipeline.run.cut_cache import CutCache
 from tensorshard.pipeline.run.draw_schedule import timeline
-from tensorshard.pipeline.run.schedule_runner import PipelineRunner
+from tensorshard.pipeline.run.schedule_runner import PipelineRunner, connect
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_stage import StageHooks
 from tensorshard.pipeline.trace.tracer import Tracer
 from tensorshard.plan.schedules import SCHEDULES, check_schedule, find_schedule
+
+DEEP = "bert"  # enough for eight stages
 
 
 def _runner(kind: str, schedule: str, per_rank: int, rank: int, ranks: int, **options: Any) -> tuple[Any, Any]:
@@ -41,8 +45,6 @@ class _Counts(StageHooks):
 def _train(kind: str, schedule: str, per_rank: int, count: int, steps: int, split: bool = True) -> dict[str, Any]:
     """Losses and gradients of some steps; what is asked of hooks is checked on the way."""
     torch.manual_seed(0)
-    import torch.distributed as dist
-
     hooks = _Counts()
     runner, stages = _runner(kind, schedule, per_rank, dist.get_rank(), dist.get_world_size(), hooks=hooks, split=split)
     example = EXAMPLES[kind]
@@ -107,6 +109,22 @@ def test_every_schedule_trains_as_one_process_does(ranks, schedule):
     _check(ranks(2, _train, "gpt_tied", schedule, per_rank, 4, 2), "gpt_tied", 4, 2)
 
 
+def _train_by_the_rules(schedule: str, per_rank: int) -> tuple[dict[str, Any], list[strict_nccl.Logged]]:
+    rank_of = [find_schedule(schedule).rank_of(stage, 4) for stage in range(4 * per_rank)]
+    connect(dist.group.WORLD, rank_of, torch.device("cpu"))
+    return _train(DEEP, schedule, per_rank, 8, 2), strict_nccl.log()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", strict_nccl.NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_keeps_the_rules_of_nccl(ranks, schedule, backend):
+    per_rank = SCHEDULES[schedule].stages_per_rank or 2
+    found = ranks(4, _train_by_the_rules, schedule, per_rank, backend=backend, group_timeout=60)
+    _check([result for result, _ in found], DEEP, 8, 2)
+    strict_nccl.check_order([log for _, log in found])
+
+
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [("unet", "1f1b"), ("mixer", "interleaved_zero_bubble"), ("bare", "zbv"), ("pairs", "dualpipev"), ("vit", "zbv")],
@@ -121,8 +139,6 @@ def test_backward_may_be_kept_in_one_piece(ranks):
 
 
 def _run_with_wrong_stages() -> str:
-    import torch.distributed as dist
-
     try:
         _runner("gpt", "zbv", 1, dist.get_rank(), dist.get_world_size())
     except ValueError as error:

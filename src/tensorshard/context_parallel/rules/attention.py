@@ -48,6 +48,7 @@ def attention(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if call is None:
         return NotImplemented
     q, k, v, mask, is_causal = (call.pop(key) for key in ("query", "key", "value", "attn_mask", "is_causal"))
+    q, k, v = (_as_autocast(each) for each in (q, k, v))
     dropout = call.pop("dropout_p")
     if dropout:
         return _composed(q, k, v, mask, dropout, is_causal, **call)
@@ -82,6 +83,15 @@ def attention(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         lambda q, k, v, mask: func(q, k, v, attn_mask=mask, is_causal=is_causal, **call),
         False,
     )
+
+
+def _as_autocast(x: Any) -> Any:
+    """`x` in the type that autocast would give it, before it is sent and a kernel is chosen."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    is_cast = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
 
 
 def _rows_of_mask(mask: torch.Tensor, q: SequenceTensor) -> torch.Tensor:

@@ -172,7 +172,7 @@ def _of_sequence(x: SequenceTensor, entries: list[Any], tensors: list[torch.Tens
     local: list[Any] = []
     for i, each in enumerate(entries):
         if i == at:
-            local.append(torch.from_numpy(places.positions(x.group.rank)).to(x.device))
+            local.append(places.places(x.group.rank).on(x.device))
         else:
             local.append(take(each, 0, mine) if isinstance(each, torch.Tensor) else each)
     return SequenceTensor(x.local[tuple(local)], advanced[0], layout, x.group)
@@ -401,7 +401,7 @@ def _write_positions(x: SequenceTensor, entries: list[Any], value: Any) -> None:
         entry = slice(entry % x.sequence.length, entry % x.sequence.length + 1)
     start, stop, step = entry.indices(x.sequence.length)
     layout, kept = layouts.narrowed(x.sequence, start, max(start, stop), step)
-    places = torch.from_numpy(np.ascontiguousarray(kept.positions(rank))).to(x.device)
+    places = kept.places(rank).on(x.device)
     view = x.local[tuple(_FULL if dim == x.split_dim else each for dim, each in enumerate(entries))]
     dim = x.split_dim - sum(isinstance(each, int) for each in entries[: x.split_dim])
     if not isinstance(value, torch.Tensor):
@@ -431,7 +431,7 @@ def index_add(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return NotImplemented
     positions = index.detach().cpu().numpy()
     layout, places = layouts.selected(x.sequence, positions)
-    place = torch.from_numpy(places.positions(x.group.rank)).to(x.device)
+    place = places.places(x.group.rank).on(x.device)
     out = func(x.local, x.split_dim, place, part_of(source, x.split_dim, layout, name_of(func), x.group))
     return x if out is x.local else x.like(out)
 
@@ -473,7 +473,7 @@ def grouped_mm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return NotImplemented
     if not all((np.diff(a.sequence.positions(rank)) > 0).all() for rank in range(a.group.size)):
         return NotImplemented
-    mine = a.sequence.positions(a.group.rank)
-    own = torch.from_numpy(np.searchsorted(mine, offsets.cpu().numpy())).to(offsets.device, offsets.dtype)
+    mine = a.sequence.places(a.group.rank).on(offsets.device)
+    own = torch.searchsorted(mine, offsets.to(mine.dtype)).to(offsets.dtype)
     options = {} if call["out_dtype"] is None else {"out_dtype": call["out_dtype"]}
     return a.like(func(a.local, b, offs=own, **options))

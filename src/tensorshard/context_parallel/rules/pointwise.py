@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from tensorshard.context_parallel.exchanges import take
 from tensorshard.context_parallel.layout_changes import aligned, cut_for, map_tensors, on_meta, sequence_tensors
+from tensorshard.context_parallel.layouts import Places, SequenceLayout
 from tensorshard.context_parallel.rule_table import Signature, name_of, rule, writes
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
 
@@ -204,9 +206,15 @@ def _draw_whole(x: SequenceTensor, draw: Callable[[torch.Tensor], torch.Tensor])
     drawn: torch.Tensor = x.group.draw(lambda: draw(torch.empty(shape, dtype=dtype, device=device)))
     if layout.of_origin is None:
         return drawn
+    return take(drawn, x.split_dim, _of_share(layout, outer, length, inner))
+
+
+@lru_cache(64)
+def _of_share(layout: SequenceLayout, outer: int, length: int, inner: int) -> Places:
+    """Which of the places [outer, length, inner], flattened, those of a share are."""
+    assert layout.of_origin is not None
     places = np.arange(outer)[:, None, None] * length + layout.of_origin[:, None]
-    index = torch.from_numpy((places * inner + np.arange(inner)).reshape(-1))
-    return take(drawn, x.split_dim, index)
+    return Places((places * inner + np.arange(inner)).reshape(-1))
 
 
 @rule("alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "rrelu")

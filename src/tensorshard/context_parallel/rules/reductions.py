@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from tensorshard.context_parallel.exchanges import stack_ranks, sum_ranks
+from tensorshard.context_parallel.exchanges import stack_ranks, sum_ranks, take
 from tensorshard.context_parallel.layout_changes import map_tensors, part_of, returned, sequence_tensors, turned
+from tensorshard.context_parallel.layouts import Places, SequenceLayout
 from tensorshard.context_parallel.rule_table import Signature, name_of, rule, writes
 from tensorshard.context_parallel.rules.pointwise import pointwise, without_reduction
 from tensorshard.context_parallel.sequence_tensor import SequenceTensor
@@ -218,15 +220,20 @@ def _by_runs(x: SequenceTensor, most: int) -> torch.Tensor:
     parts = x.local.split([*lengths, *[0] * (most - len(lengths))], dim)
     sums = torch.stack([part.sum(dim, keepdim=True) for part in parts])
     everyone = stack_ranks(sums, "cumsum", x.group).flatten(0, 1)  # [ranks * most, ...]
-    starts = np.full((x.group.size, most), x.sequence.length)
-    for each, runs in zip(starts, x.sequence.runs, strict=True):
-        each[: len(runs)] = runs[:, 0]
     out = []
-    for at, part in enumerate(parts):
-        earlier = torch.from_numpy(np.flatnonzero(starts.reshape(-1) < starts[rank, at])).to(x.device)
+    for part, earlier in zip(parts, _runs_before(x.sequence, rank, most), strict=True):
         total = part.cumsum(dim)
-        out.append(total + everyone.index_select(0, earlier).sum(0).to(total.dtype))
+        out.append(total + take(everyone, 0, earlier).sum(0).to(total.dtype))
     return torch.cat(out, dim)
+
+
+@lru_cache(64)
+def _runs_before(layout: SequenceLayout, rank: int, most: int) -> list[Places]:
+    """For each run of a rank, which of the [ranks * most] ones begin before it. Those that are not there begin last."""
+    starts = np.full((layout.ranks, most), layout.length)
+    for each, runs in zip(starts, layout.runs, strict=True):
+        each[: len(runs)] = runs[:, 0]
+    return [Places(np.flatnonzero(starts.reshape(-1) < start)) for start in starts[rank]]
 
 
 @rule("layer_norm", "rms_norm")

@@ -8,7 +8,7 @@ Also here: errors of torch's own collectives and sharded tensors, said in the En
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from tensorshard.comm.groups import CollectiveMismatchError
 from tensorshard.comm.world import world
 from tensorshard.model.call_stack import users_line
 from tensorshard.plan.plan import Plan
-from tensorshard.torch_private.modules import MODULE_CALLS
+from tensorshard.torch_private.modules import called_module
+from tensorshard.torch_private.patches import replaced
 from tensorshard.torch_private.process_groups import COLLECTIVES
 
 _PACKAGE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (sys.modules["tensorshard"], torch))
@@ -75,7 +76,6 @@ def models_collectives(instead: Callable[[str, Callable[[], Any], dist.ProcessGr
     Args:
         instead: is given the call to make, and its first argument, in which all but barriers leave their results.
     """
-    before = {name: vars(dist.ProcessGroup)[name] for name in COLLECTIVES if name in vars(dist.ProcessGroup)}
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -84,13 +84,11 @@ def models_collectives(instead: Callable[[str, Callable[[], Any], dist.ProcessGr
 
         return called
 
-    for name, method in before.items():
-        setattr(dist.ProcessGroup, name, watched(name.strip("_"), method))
-    try:
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            if name in vars(dist.ProcessGroup):
+                stack.enter_context(replaced(dist.ProcessGroup, name, partial(watched, name.strip("_"))))
         yield
-    finally:
-        for name, method in before.items():
-            setattr(dist.ProcessGroup, name, method)
 
 
 def _is_a_models() -> bool:
@@ -102,7 +100,7 @@ def _is_a_models() -> bool:
             caller = file
             if caller.startswith(_PACKAGE):
                 return False
-        if caller is not None and frame.f_code in MODULE_CALLS:
+        if caller is not None and called_module(frame) is not None:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorshard.comm.collectives import on_the_wire
 from tensorshard.comm.sharding import dtensor_like, to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 from tensorshard.model.parameters import buffer_aliases
 from tensorshard.pipeline.cut import unit_stages
+from tensorshard.pipeline.run.schedule_runner import connect
 from tensorshard.pipeline.run.shown_model import Access, ShownModel, guard_modules
 from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.plan.mesh import Mesh
@@ -165,6 +167,7 @@ class PipelinedModel(ShardedModel):
                 first = self._masters.setdefault(name, master)
                 if first is not master:
                     self._copies.append((first, master))
+        connect(self._group, self._rank_of, self._device)
         self._shared = SharedGradients(
             {name: self._ranks_with(name) for name in self.cut.shared},
             self._masters,
@@ -513,5 +516,6 @@ class PipelinedModel(ShardedModel):
 
     def _transfer(self, operation: Callable[..., object], tensor: torch.Tensor, peer: int) -> None:
         """Sends or receives. As a batch, since outside of one NCCL would make a communicator for each pair of ranks."""
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self._group, group_peer=peer)]):
+        one = dist.P2POp(operation, on_the_wire(tensor), group=self._group, group_peer=peer)
+        for work in dist.batch_isend_irecv([one]):
             work.wait()

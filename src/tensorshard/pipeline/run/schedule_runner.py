@@ -6,6 +6,7 @@ Also here: torch.distributed.pipelining's schedules: building one, and the actio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorshard.pipeline.run.stage_module import StageModule
 from tensorshard.pipeline.run.torch_stage import ScheduledStage, StageHooks
 from tensorshard.plan.schedules import check_schedule, find_schedule
 from tensorshard.torch_private.pipelining import without_messages
+from tensorshard.torch_private.process_groups import is_nccl
 
 # By torch's names. All other entries of its lists send or reduce tensors.
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -75,7 +77,6 @@ class PipelineRunner:
         ]
         self._made: dict[int, Any] = {}
         self._consume: Callable[[int, Callable[[], Any]], torch.Tensor] | None = None
-        self._connected = False
 
     def step(
         self, micro_batches: Sequence[Any], loss: Callable[[int, Any], torch.Tensor], *, hand_over: bool = False
@@ -134,7 +135,6 @@ class PipelineRunner:
     ) -> None:
         count = len(micro_batches)
         schedule = self._schedule(count)
-        self._connect()
         self._consume = consume
         for stage in self._scheduled:
             stage.begin(micro_batches)
@@ -165,11 +165,30 @@ class PipelineRunner:
             error.add_note(f"in the loss of micro-batch {output[0]} (pipeline rank {dist.get_rank(self._group)})")
             raise
 
-    def _connect(self) -> None:
-        """Opens the group's connections while all ranks are here: the first point-to-point call of NCCL needs that."""
-        if not self._connected and self._device.type == "cuda":
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-        self._connected = True
+
+def connect(group: dist.ProcessGroup, rank_of: Sequence[int], device: torch.device) -> None:
+    """Opens the connections of a pipeline's ranks. A collective of theirs.
+
+    NCCL has one for batches of messages, and for each pair of ranks one for messages outside of batches. A first call
+    holds up its rank until the others make it, so it should not be one of a step, where others may wait for this rank.
+
+    Args:
+        rank_of: for each stage, its rank in `group`.
+    """
+    if not is_nccl(group, device):
+        return
+    message, mine = torch.zeros(1, device=device), group.rank()
+    dist.all_reduce(message, group=group)
+    for first, second in sorted({(min(pair), max(pair)) for pair in pairwise(rank_of)}):
+        if first == second or mine not in (first, second):
+            continue
+        started = (
+            dist.isend(message, group=group, group_dst=second)
+            if mine == first
+            else dist.irecv(message, group=group, group_src=first)
+        )
+        if started is not None:
+            started.wait()
 
 
 @dataclass(frozen=True)

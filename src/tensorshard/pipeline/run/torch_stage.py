@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tensorshard.comm.collectives import on_the_wire
 from tensorshard.comm.world import world
 from tensorshard.model.tensors import TensorSpec
 from tensorshard.pipeline.cut import Cut
@@ -384,7 +385,7 @@ class ScheduledStage(ScheduleStage):
         self, kind: Any, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], neighbour: int
     ) -> list[dist.P2POp]:
         return [
-            self._op(kind, spec.on_the_wire(tensor), neighbour)
+            self._op(kind, on_the_wire(spec.in_memory_order(tensor)), neighbour)
             for spec, tensor in zip(specs, tensors, strict=True)
             if tensor is not None
         ]

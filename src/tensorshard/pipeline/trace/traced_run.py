@@ -1,6 +1,5 @@
 """One run of a model on fake tensors: which units are called, and which earlier outputs each of them needs."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -8,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from tensorshard.model.fake_copies import copy_with
 from tensorshard.model.forwards import Role, forward_within
@@ -29,10 +27,11 @@ from tensorshard.torch_private.fake_tensors import (
     without_fake_kernel_reports,
 )
 from tensorshard.torch_private.modules import NormBase
+from tensorshard.torch_private.recomputation import CHECKPOINT_NODE, HOOKED_NODE, is_checkpointing
 from tensorshard.torch_private.tensors import tensor_version
 
 # Autograd's nodes that cannot compute the gradients of inputs and of parameters separately.
-_ONE_PIECE = ("BackwardHookFunctionBackward", "CheckpointFunctionBackward")
+_ONE_PIECE = (HOOKED_NODE, CHECKPOINT_NODE)
 
 
 __all__ = ["TracedRun", "UncuttableError"]
@@ -133,7 +132,7 @@ class TracedRun:
         if self._running:
             self.nested.add(name)
         else:
-            if not torch.is_grad_enabled() and _is_checkpointed():
+            if not torch.is_grad_enabled() and is_checkpointing():
                 raise UncuttableError(
                     f"the model recomputes {name!r} by torch.utils.checkpoint with use_reentrant=True, which a "
                     f"pipeline's stages cannot run; use use_reentrant=False, or Plan(recompute='full') instead of it"
@@ -280,14 +279,6 @@ class _SavedBytes:
     def forget(self) -> None:
         """Lets go of the tensors. Their graph holds on to this object."""
         self._kept.clear()
-
-
-def _is_checkpointed() -> bool:
-    """Whether the caller is inside of a region that ``torch.utils.checkpoint`` recomputes as one autograd function."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 def _keeps_statistics(unit: nn.Module) -> bool:

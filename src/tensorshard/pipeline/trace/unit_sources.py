@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from tensorshard.common.sampled_loops import SampledLoop
 from tensorshard.model.call_stack import users_line
@@ -24,6 +23,7 @@ from tensorshard.pipeline.trace.call_graph import Leaf, Reads
 from tensorshard.random.kernels import pass_over_draw
 from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tensorshard.torch_private.operators import flop_formula
 from tensorshard.torch_private.process_groups import group_of_argument
 
 _COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of torch.distributed's operators
@@ -144,7 +144,7 @@ class UnitSources(Provenance[Source]):
         if packet.__name__.startswith("_scaled_dot_product"):
             self.flops += times * _attention_flops(*operation.args[:3])
             return
-        count = flop_registry.get(packet)
+        count = flop_formula(packet)
         if count is not None:
             self.flops += times * int(count(*operation.args, **operation.kwargs, out_val=operation.output))
 

@@ -42,6 +42,7 @@ from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_len
 from tensorshard.tensor_parallel.apply.split_layers import SharedColumns
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.torch_private.modules import own_parameters, set_parameter
+from tensorshard.torch_private.recomputation import CHECKPOINT_NODE
 
 _LENGTH = "_sequence_length"
 
@@ -482,7 +483,7 @@ def _check_graph(block: str, given: Any, output: Any) -> None:
         if node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
+        if node.name() == CHECKPOINT_NODE:
             raise RuntimeError(
                 f"{block} recomputes by torch.utils.checkpoint with use_reentrant=True, which makes its graph in "
                 f"backward, out of reach of sequence_parallel=True: take use_reentrant=False (in transformers, "

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from tensorshard.comm.groups import world_group
+from tensorshard.comm.primitives import exchange_sizes
 from tensorshard.common.words import size_text
 from tensorshard.predict import Estimate
 from tensorshard.predict.hardware import save_ratios
@@ -119,18 +121,11 @@ class MemoryHook(Hook):
         is_logged = record.step % self.every == 0 or record.step == 1 or is_last
         if not is_logged or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        peaks = _of_all_ranks(peak_bytes)
+        peaks = exchange_sizes(peak_bytes, world_group(), torch.device("cpu"))  # on which nothing waits for a GPU
         before = self._recorded
         if is_last or not before or any(now > _GROWTH * then for now, then in zip(peaks, before, strict=True)):
             self._recorded = peaks
             record.metrics |= {f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(peaks)}
-
-
-def _of_all_ranks(number: int) -> list[int]:
-    """The `number` of every rank, by rank. Collective; sent from the CPU, so that nothing waits for a GPU."""
-    peaks = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(peaks, torch.tensor([number], dtype=torch.int64))
-    return [int(peak) for peak in peaks]
 
 
 class LoggingHook(Hook):
