@@ -256,11 +256,11 @@ def test_what_a_program_has_no_place_for_is_said(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_config_that_is_code_is_refused(tmp_path):
+def test_python_that_is_no_config_is_refused(tmp_path):
     path = tmp_path / "bert.py"
-    path.write_text("train.dist.tensor_parallel_size = 2\ntrain.amp.enabled = True\n")
-    with pytest.raises(ValueError, match=r"is Python, which is not run.* LiBai writes config.yaml"):
-        read_file(path, "libai", world_size=4)
+    path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\n")
+    with pytest.raises(ValueError, match=r"read and not run: it is no config of LiBai's, has no function"):
+        read_file(path, world_size=4)
 
 
 @pytest.mark.parametrize(

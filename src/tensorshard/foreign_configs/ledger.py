@@ -36,6 +36,26 @@ class Entry:
     text: str
 
 
+@dataclass(eq=False)
+class Unread:
+    """A value in a config that is Python, which reading alone does not give.
+
+    Attributes:
+        text: its expression. where: the file and the line.
+        name: dotted, if it is a name that is imported; "" otherwise.
+        keywords: what a call was given by name. parts: what the file sets on it.
+    """
+
+    text: str
+    where: str
+    name: str = ""
+    keywords: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True)
 class Rule:
     """The kind of values that a key takes, and what is done with one.
@@ -45,12 +65,14 @@ class Rule:
         act: makes the entry's verdict and text, and may set ours.
         auto: what "auto" means there; None where it is not allowed.
         target: the key of ours that it sets, if it sets one.
+        heeds: whether the value matters; not where the entry is the same for all.
     """
 
     kind: Any
     act: "Callable[[Reading, Any], Outcome]"
     auto: Any = None
     target: str = ""
+    heeds: bool = True
 
 
 Table = Mapping[str, Rule]
@@ -129,12 +151,12 @@ def _ours(target: str) -> str:
 
 def unneeded(text: str, kind: Any = None) -> Rule:
     """A key that has no work to do here."""
-    return Rule(kind, lambda reading, value: (NOT_NEEDED, text), auto=text)
+    return Rule(kind, lambda reading, value: (NOT_NEEDED, text), auto=text, heeds=False)
 
 
 def different(text: str, kind: Any = None) -> Rule:
     """A key whose matter works in another way here."""
-    return Rule(kind, lambda reading, value: (DIFFERENT, text), auto=text)
+    return Rule(kind, lambda reading, value: (DIFFERENT, text), auto=text, heeds=False)
 
 
 _OFF: tuple[Any, ...] = (False, 0, "", "no", "none", "None", [], {}, "disabled", "off")
@@ -194,6 +216,10 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
         return NOT_NEEDED, "null leaves the default"
     if rule is None:
         return REFUSED, _unknown(table, key, value, program)
+    if isinstance(value, Unread) and rule.kind is not Unread:
+        if rule.heeds:
+            return REFUSED, f"{value.where}: the file is read and not run, which does not give this; set {key}=VALUE"
+        return rule.act(reading, value)
     if value == {}:
         return NOT_NEEDED, "it is empty"
     if value == "auto" and rule.auto is not None and rule.kind is not None and "auto" not in _words(rule.kind):

@@ -1,4 +1,4 @@
-"""Paddle's, Lightning's, NeMo's and LiBai's configs, and those of programs that are refused by name."""
+"""Paddle's, Lightning's and NeMo's configs, and those of programs that are refused by name."""
 
 from typing import Any
 
@@ -352,60 +352,6 @@ NEMO: Table = {
     "plugins.*": different("train.plan.precision says it"),
     **{name.removeprefix("trainer."): rule for name, rule in LIGHTNING.items() if name.startswith("trainer.strategy.")},
     **each("run.** s3_checkpointing.** callbacks.** log.** logger.** ", different(_SAVES)),
-}  # fmt: skip
-
-LIBAI: Table = {
-    "train.train_micro_batch_size": to("batch.micro", int),
-    "train.global_batch_size": to("batch.global", int),
-    "train.num_accumulation_steps": to("batch.accumulate", int),
-    "train.train_iter": to("train.steps", int),
-    "train.train_epoch": different("a run counts steps: train.steps"),
-    "train.warmup_ratio": to("schedule.warmup_ratio", float),
-    "train.log_period": to("train.log_every", int),
-    "train.seed": to("train.seed", int),
-    "train.amp.enabled": _on("train.plan.precision", "fp16"),
-    "train.activation_checkpoint.enabled": _on("train.plan.recompute", "full"),
-    "train.zero_optimization.enabled": unneeded("it is settled by the stage's line", bool),
-    "train.zero_optimization.stage": Rule((0, 1, 2, 3), lambda r, v: (
-        to("train.plan.zero", None).act(r, v if r.get("train.zero_optimization.enabled") else 0))),
-    "train.dist.data_parallel_size": _axis("dp_shard"),
-    "train.dist.tensor_parallel_size": _axis("tp"),
-    "train.dist.pipeline_parallel_size": _axis("pp"),
-    "train.dist.pipeline_num_layers": different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
-    "train.dist.custom_pipeline_stage_id": different("train.plan.pp_split names the modules that start a stage"),
-    **each("train.dist.*", different("the start says it: --nproc, --nnodes")),
-    "train.checkpointer.period": to("train.save_every", int),
-    "train.checkpointer.max_to_keep": to("train.keep_checkpoints", int),
-    **each("train.checkpointer.* train.output_dir train.resume train.load_weight", different(_SAVES)),
-    "train.evaluation.eval_period": to("train.eval_every", int),
-    "train.evaluation.eval_iter": _limit("train.eval_batches"),
-    **each("train.evaluation.** train.test_micro_batch_size", different("data.validation is evaluated")),
-    "train.scheduler._target_": Rule(str, lambda r, v: _shape({
-        "WarmupCosineLR": "cosine", "WarmupCosineAnnealingLR": "cosine", "WarmupPolynomialLR": "linear"}).act(
-            r, v.rpartition(".")[2])),
-    "train.scheduler.alpha": to("schedule.min_ratio", float),
-    "train.scheduler.warmup_iter": to("schedule.warmup", int),
-    "train.scheduler.max_iter": to("schedule.total", int),
-    "train.scheduler.warmup_factor": to("schedule.start_ratio", float),
-    "train.scheduler.warmup_method": refused("the warm-up is linear", str, ("linear",)),
-    **each("train.scheduler.*", different("scheduler.shape, warmup_steps and min_ratio say it")),
-    "optim._target_": _class({"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}),
-    "optim.lr": to("optimizer.lr", float),
-    "optim.weight_decay": to("optimizer.weight_decay", float),
-    "optim.betas": to("optimizer.betas", list),
-    "optim.eps": to("optimizer.eps", float),
-    "optim.params.clip_grad_max_norm": to("train.plan.clip_grad_norm", float),
-    "optim.params.clip_grad_norm_type": refused("clipping is by the L2 norm", float, (2.0,)),
-    **each("optim.*", different("groups of parameters: an optimizer of a Python config makes them")),
-    **each("optim.params.**", different("groups of parameters: an optimizer of a Python config makes them")),
-    "train.nccl_fusion_threshold_mb": unneeded("units of reduction are the model's blocks"),
-    "train.nccl_fusion_max_ops": unneeded("units of reduction are the model's blocks"),
-    **each("train.rdma_enabled train.enable_use_compute_stream train.nccl_fusion.*", unneeded("OneFlow's own")),
-    **each("train.samples train.start_iter train.consumed_*", unneeded("a checkpoint records what was consumed")),
-    "train.input_placement_device": different("the devices are what the start sees"),
-    **each("model.** vocab_size", different(MODEL)),
-    **each("dataloader.** tokenization.** train.num_workers train.persistent_workers", different(DATA)),
-    **each("graph.**", unneeded("OneFlow's static graphs; train.plan.compile=true compiles blocks")),
 }  # fmt: skip
 
 
