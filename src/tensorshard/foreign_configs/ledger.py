@@ -106,11 +106,12 @@ class Reading:
         return default if value is None or value == "auto" else value
 
     def number(self, key: str, default: float) -> float:
-        """As :meth:`get`, for a number; `default` where the value is none."""
+        """As :meth:`get`, for a number; `default` where the value is none, or not finite."""
         try:
-            return float(self.get(key, default))
+            number = float(self.get(key, default))
         except (TypeError, ValueError):
             return default
+        return number if math.isfinite(number) else default
 
     def add(self, key: str, value: Any, verdict: str, text: str) -> None:
         """Adds an entry."""

@@ -26,7 +26,7 @@ from tensorshard.foreign_configs.ledger import (
     to,
     unneeded,
 )
-from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, _betas
+from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, betas
 
 _FLAG = ("", "true", "True", True, False, "false", "False", 1, "1")
 
@@ -194,8 +194,8 @@ TABLE: Table = {
     "override_opt_param_scheduler": unneeded("a resumed run goes by its own config"),
     "use_checkpoint_opt_param_scheduler": unneeded("a resumed run goes by its own config"),
     "optimizer": Rule(("adam", "sgd"), _optimizer),
-    "adam_beta1": _betas(0),
-    "adam_beta2": _betas(1),
+    "adam_beta1": betas(0),
+    "adam_beta2": betas(1),
     "adam_eps": to("optimizer.eps", float),
     "weight_decay": to("optimizer.weight_decay", float),
     "clip_grad": to("train.plan.clip_grad_norm", float, lambda value: value or None),

@@ -23,6 +23,7 @@ from tensorshard.foreign_configs import (
     others,
     python_files,
     torchtitan,
+    torchtune,
     trainers,
 )
 from tensorshard.foreign_configs.ledger import (
@@ -48,10 +49,11 @@ SOURCES: dict[str, Read] = {
     "fsdp": accelerate.read_fsdp,
     "megatron": megatron.read,
     "torchtitan": torchtitan.read,
+    "torchtune": torchtune.read,
     "libai": libai.read,
     "paddle": lambda reading: others.read(reading, others.PADDLE, "Paddle"),
-    "axolotl": lambda reading: trainers.read(reading, trainers.AXOLOTL, "axolotl", "cosine"),
-    "llama-factory": lambda reading: trainers.read(reading, trainers.LLAMA_FACTORY, "LLaMA-Factory", "linear"),
+    "axolotl": lambda reading: trainers.read(reading, "axolotl"),
+    "llama-factory": lambda reading: trainers.read(reading, "LLaMA-Factory"),
     "lightning": lambda reading: others.read(reading, others.LIGHTNING, "Lightning"),
     "nemo": lambda reading: others.read(reading, others.NEMO, "NeMo"),
 }
@@ -209,6 +211,10 @@ def _settle_batches(reading: Reading) -> None:
     for axis in ("tp", "pp", "cp"):
         other *= max(1, settings.get(f"{_PLAN}{axis}", 1))
     ranks = reading.world_size // other if reading.world_size else None
+    degrees = settings.get(f"{_PLAN}dp_shard", -1), settings.get(f"{_PLAN}dp_replicate", 1)
+    if ranks is None and min(degrees) > 0 and not (micro and parts and global_batch):
+        ranks = math.prod(degrees)
+        reading.add("data ranks", IMPLIED, TRANSLATED, f"{ranks}, as the degrees say")
     if ranks is None and micro and parts and global_batch:
         ranks = max(1, global_batch // (micro * parts))
         reading.add(
@@ -248,6 +254,11 @@ def _settle_schedule(reading: Reading, source: str) -> None:
     rate, total = settings.get("optimizer.lr"), settings.get("schedule.total", settings.get("train.steps"))
     warmup = settings.get("schedule.warmup")
     ratio = settings.get("schedule.warmup_ratio")
+    if settings.get("schedule.in_samples") and "schedule.total" in settings:
+        if not isinstance(settings.get("train.global_batch_size"), int):
+            reading.add("learning rate", IMPLIED, REFUSED, "samples become steps by the batch size, which is not given")
+            return
+        total = max(1, total // settings["train.global_batch_size"])
     steps = total if isinstance(total, int) else None
     if warmup is None and ratio:
         warmup = _ROUNDED.get(source, round)(ratio * steps) if steps else "???"

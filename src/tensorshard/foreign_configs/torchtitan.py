@@ -64,12 +64,14 @@ def _decay(reading: Reading, value: str) -> Outcome:
     return TRANSLATED, f"scheduler.shape={value}"
 
 
-def _betas(index: int) -> Rule:
+def betas(index: int, other: float = 0.999) -> Rule:
+    """One of the two decay rates of Adam's means; the second is `other` where the file does not have it."""
+
     def act(reading: Reading, value: float) -> Outcome:
-        betas = list(reading.settings.get("optimizer.betas", (0.9, 0.95)))
-        betas[index] = value
-        reading.settings["optimizer.betas"] = betas
-        return TRANSLATED, f"optimizer.betas={betas}"
+        both = list(reading.settings.get("optimizer.betas", (0.9, other)))
+        both[index] = value
+        reading.settings["optimizer.betas"] = both
+        return TRANSLATED, f"optimizer.betas[{index}]={value}"
 
     return Rule(float, act)
 
@@ -196,8 +198,8 @@ TABLE: dict[str, Rule] = {
     "optimizer.name": Rule(("Adam", "AdamW"), _optimizer),
     "optimizer.lr": to("optimizer.lr", float),
     "optimizer.eps": to("optimizer.eps", float),
-    "optimizer.beta1": _betas(0),
-    "optimizer.beta2": _betas(1),
+    "optimizer.beta1": betas(0, 0.95),
+    "optimizer.beta2": betas(1),
     "optimizer.weight_decay": to("optimizer.weight_decay", float),
     "optimizer.implementation": unneeded("torch's fused update is used where it can be", str),
     "optimizer.early_step_in_backward": refused("updates come after the whole gradient, whose norm is clipped", bool),
