@@ -6,10 +6,13 @@ knows or that stand at the wrong place, and never leaves a key without an entry.
 """
 
 import difflib
+import functools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 TRANSLATED, NOT_NEEDED, DIFFERENT, REFUSED = "translated", "not needed", "different", "refused"
@@ -65,7 +68,7 @@ class Rule:
         act: makes the entry's verdict and text, and may set ours.
         auto: what "auto" means there; None where it is not allowed.
         target: the key of ours that it sets, if it sets one.
-        heeds: whether the value matters; not where the entry is the same for all.
+        heeds: whether a value that is not read is refused; not where the entry is the same for all.
     """
 
     kind: Any
@@ -210,14 +213,14 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
     bare = ".".join(part.strip() for part in key.split("."))
     if bare != key:
         return REFUSED, f"the key {key!r} has a blank at an end, so that {program} does not see it; write {bare!r}"
-    rule = _rule(table, key)
+    rule = rule_of(table, key)
     if rule is None and any(f"${{{key}}}" in str(other) for other in reading.values.values()):
         return NOT_NEEDED, "it is a variable of the file, which other keys refer to"
     if value is None:
         return NOT_NEEDED, "null leaves the default"
     if rule is None:
         return REFUSED, _unknown(table, key, value, program)
-    if isinstance(value, Unread) and rule.kind is not Unread:
+    if isinstance(value, Unread):
         if rule.heeds:
             return REFUSED, f"{value.where}: the file is read and not run, which does not give this; set {key}=VALUE"
         return rule.act(reading, value)
@@ -239,7 +242,8 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
     return verdict, text + note
 
 
-def _rule(table: Table, key: str) -> Rule | None:
+def rule_of(table: Table, key: str) -> Rule | None:
+    """The rule of `key`: its own, or else the first pattern's that it fits."""
     if key in table and "*" not in key:
         return table[key]
     for pattern, rule in table.items():
@@ -253,7 +257,18 @@ def _regex(pattern: str) -> str:
     return escaped.replace(r"\*", r"[^.]*")
 
 
+@functools.cache
+def real_keys(program: str) -> tuple[str, frozenset[str]]:
+    """The release of `program` whose keys are known, and these keys; those of keys.json, which has them by program."""
+    known = json.loads(files("tensorshard.foreign_configs").joinpath("keys.json").read_text(encoding="utf-8"))
+    entry = known.get(program, {"release": "", "keys": []})
+    return entry["release"], frozenset(entry["keys"])
+
+
 def _unknown(table: Table, key: str, value: Any, program: str) -> str:
+    release, real = real_keys(program)
+    if any(key == name or key.startswith(f"{name}.") for name in real):
+        return f"{program} {release} has this key, and nothing here does its work: train without it, or leave it out"
     known = [pattern for pattern in table if "*" not in pattern]
     within = sorted(pattern for pattern in known if pattern.startswith(key + "."))
     if within:

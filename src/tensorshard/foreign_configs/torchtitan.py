@@ -136,7 +136,7 @@ def _group(reading: Reading, value: list[Any]) -> Outcome:
     return to("optimizer._target_", None).act(reading, f"torch.optim.{name}")
 
 
-def _model(reading: Reading, value: Unread) -> Outcome:
+def _model(reading: Reading, value: Any) -> Outcome:
     """The model: converters that it is given make other layers of it."""
     converters = value.keywords.get("converters") if isinstance(value, Unread) else None
     if isinstance(converters, list) and converters:
@@ -288,7 +288,7 @@ TABLE: dict[str, Rule] = {
     "validator.freq": _validation(to("train.eval_every", int), "validator"),
     "validator.steps": _validation(to("train.eval_batches", int), "validator"),
     **each("validator.**", different("data.validation is evaluated every train.eval_every steps")),
-    "model_spec": Rule(Unread, _model),
+    "model_spec": Rule(None, _model, heeds=False),
     **each("model_converters.converters model_converters", refused("fp8 and other converters are not there; take them out", None, ())),
     **each("hf_assets_path hf_model tokenizer tokenizer.** inference.**", different(MODEL)),
     **each("dataloader dataloader.**", different(DATA)),

@@ -136,7 +136,8 @@ _HF: Table = {
     "fp16": _half("fp16"),
     **each("float16 bfloat16 fp32", refused("16-bit weights without fp32 masters; set bf16: true or fp16: true", bool)),
     "tf32": different("torch.set_float32_matmul_precision('high') in the config says it", None),
-    "gradient_checkpointing": Rule((True, False, "offload", "true", "unsloth"), _recompute),
+    **each("gradient_checkpointing activation_checkpointing", Rule((True, False, "offload", "true", "unsloth"), _recompute)),
+    "activation_checkpointing_kwargs.use_reentrant": unneeded("recomputation is never re-entrant", bool),
     "gradient_checkpointing_kwargs.use_reentrant": unneeded("recomputation is never re-entrant", bool),
     **each("gradient_checkpointing_kwargs.*", unneeded("recomputation has no options")),
     "logging_steps": to("train.log_every", int),
@@ -171,6 +172,22 @@ _HF: Table = {
            "remove_unused_columns disable_tqdm logging_first_step logging_dir logging_strategy ",
            unneeded("the trainer here does it, or does without")),
     **each("do_train", unneeded("'tensorshard train' trains", bool)),
+    **each("trackio_* use_trackio use_comet otel_* use_otel_metrics use_swanlab project hf_mlflow_* log_level log_level_replica "
+           "log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen include_for_metrics include_tkps "
+           "include_effective_tokens_per_second skip_memory_metrics print_param_status", different(LOGS)),
+    **each("hub_* ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint save_on_each_node",
+           different(_SAVES)),
+    **each("eval_delay eval_do_concat_batches eval_on_each_dataset eval_use_gather_object batch_eval_metrics bf16_full_eval "
+           "fp16_full_eval compute_accuracy generation_* eval_num_beams eval_sequence_len",
+           different("data.validation is evaluated every train.eval_every steps")),
+    **each("data_seed dataloader_drop_last dataloader_in_order dataloader_persistent_workers train_sampling_strategy "
+           "dataloader_multiprocessing_context length_column_name label_names sortish_sampler", different(DATA)),
+    **each("average_tokens_across_devices", different("a loss_fn that returns (sum, count) is weighed by tokens", bool)),
+    "full_determinism": different("call torch.use_deterministic_algorithms(True) in the config", bool),
+    **each("use_ray ray_* resources_per_worker world_size device use_cpu master_addr master_port", different("the start says it")),
+    **each("use_liger_kernel liger_kernel_config liger_kernel_config.* ddp_static_graph debug use_kv_cache auto_find_batch_size",
+           unneeded("the trainer here does it, or does without")),
+    **each("profiler_steps profiler_steps_start enable_torch_profiler profiler_* profile_modules", different("train.profile=10-12")),
     **each("wandb_* mlflow_* comet_* use_tensorboard use_wandb use_mlflow swanlab_* run_name plot_loss", different(LOGS)),
     **each("load_in_8bit load_in_4bit quantization_bit gptq", refused(_QUANT, None)),
     **each("quantization_method bnb_config_kwargs.* bnb_4bit_* double_quantization gptq_* quantization_type "
@@ -259,6 +276,11 @@ AXOLOTL: Table = {
            different(DATA)),
     **each("early_stopping_patience", different("train.save_best keeps the best checkpoint; stop the run by hand", int)),
     **each("loss_watchdog_threshold loss_watchdog_patience", different("a loss that is not a number stops the run")),
+    **each("gradio_* bench_* axolotl_config_path capabilities env_capabilities is_preprocess gc_collect_steps dynamic_checkpoint "
+           "num_dataset_shards_to_save", unneeded("it has no work to do here")),
+    **each("tokens tokens.* num_labels processor_kwargs sage_attention sdpa_varlen hub_revision type_of_model", different(MODEL)),
+    **each("role_boundaries pad_to_multiple_of preprocess_iterable pretraining_sample_concatenation streaming_multipack_buffer_size "
+           "total_supervised_tokens", different(DATA)),
     **each("debug strict team auto_find_batch_size gc_steps", unneeded("it has no work to do here")),
     **each("rl rl.* trl.** vllm.** dpo_* kto_* orpo_* reward_model process_reward_model", refused(
         "preference training: write the loss with a model, loss_fn(model, batch), in a Python config", None)),
@@ -284,6 +306,14 @@ LLAMA_FACTORY: Table = {
            unneeded("communication overlaps here where a stream exists, and every block is recomputed")),
     "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
     "expert_model_parallel_size": to("train.plan.ep", int),
+    "disable_gradient_checkpointing": Rule(bool, lambda r, v: _recompute(r, not v)),
+    **each("gradient_checkpointing activation_checkpointing", Rule((True, False, "true"), lambda r, v: (
+        _recompute(r, v) if v else (NOT_NEEDED, "LLaMA-Factory recomputes all the same, unless disable_gradient_checkpointing")))),
+    **each("do_sample repetition_penalty num_beams max_length length_penalty skip_special_tokens sglang_*", unneeded(
+        "it is for generation; 'tensorshard generate' has its own options")),
+    **each("add_special_tokens init_special_tokens model_max_length compute_dtype upcast_lmhead_output offload_folder *_hub_token "
+           "crop_to_patches use_audio_in_video preserve_thinking", different(MODEL)),
+    **each("block_diag_attn disable_shuffling split_special_tokens", different(DATA)),
     "pure_bf16": refused("master weights are always fp32", bool),
     "upcast_layernorm": unneeded("master weights are fp32", bool),
     "stage": Rule(("pt", "sft", "rm", "ppo", "dpo", "kto"), lambda r, v: (
@@ -398,7 +428,7 @@ _TRAINER: dict[str, tuple[str, Any]] = {
 }
 DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "axolotl": {**_TRAINER, "schedule.shape": ("lr_scheduler", "cosine"), "batch.micro": ("batch size", 1)},
-    "LLaMA-Factory": _TRAINER,
+    "LLaMA-Factory": {**_TRAINER, "train.plan.recompute": ("disable_gradient_checkpointing", "full")},
     "LLaMA-Factory v1": {
         **_TRAINER,
         "train.plan.precision": ("bf16", "bf16"),
