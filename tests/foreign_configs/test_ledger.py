@@ -563,3 +563,15 @@ def test_degrees_say_how_many_data_ranks_there_are():
     degrees = {**PADDLE["Distributed"], "dp_degree": 2}
     ledger = read_config("paddle", {**PADDLE, "Distributed": degrees})
     assert ledger.settings["train.global_batch_size"] == 2 * 2 * 2
+
+
+def test_axolotl_warms_up_by_default_and_a_constant_rate_does_not():
+    assert read_config("axolotl", {**AXOLOTL, "max_steps": 2000}).settings["scheduler.warmup_steps"] == 60
+    assert read_config("axolotl", {**AXOLOTL, "max_steps": 9000}).settings["scheduler.warmup_steps"] == 100
+    assert read_config("axolotl", {**AXOLOTL, "warmup_steps": 1}).settings["scheduler.warmup_steps"] == 2
+    constant = {**LLAMA_FACTORY, "lr_scheduler_type": "constant"}
+    assert read_config("llama-factory", constant).settings["scheduler.warmup_steps"] == 0
+    kept = read_config(
+        "llama-factory", {**LLAMA_FACTORY, "lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.033}
+    )
+    assert kept.settings["scheduler.warmup_steps"] == 4  # transformers rounds up

@@ -153,7 +153,7 @@ def _short(value: Any) -> str:
 
 
 _ROUNDED: dict[str, Callable[[float], int]] = {
-    "axolotl": math.ceil,
+    "axolotl": int,
     "llama-factory": math.ceil,
     "libai": math.ceil,
     "nemo": int,

@@ -334,7 +334,9 @@ def read(reading: Reading) -> None:
     if settings.get("train.plan.pp", 1) > 1:
         reading.imply("parallelism.pipeline_parallel_schedule", "train.plan.pp_schedule", "1f1b")
     reading.imply("activation_checkpoint.mode", "train.plan.recompute", "selective")
-    reading.imply("training.local_batch_size", "batch.micro", 8)
+    length = int(reading.number("training.max_context_length", 0))
+    key = "num_tokens_per_microbatch_per_dp_rank" if length else "local_batch_size"
+    reading.imply(f"training.{key}", "batch.micro", max(1, 16384 // length) if length else 8)
     reading.imply("training.steps", "train.steps", 10000)
     reading.imply("training.seq_len", "text.context_length", 2048)
     reading.imply("optimizer.name", "optimizer._target_", "torch.optim.AdamW")

@@ -448,6 +448,21 @@ _ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+def _settle_warmup(reading: Reading, program: str) -> None:
+    """What axolotl warms up by default; and that transformers' constant schedule does not warm up."""
+    settings, steps = reading.settings, reading.settings.get("train.steps")
+    if program == "axolotl" and not settings.keys() & {"schedule.warmup", "schedule.warmup_ratio"}:
+        why = "their default is 3% of the steps, and 100 at most"
+        if isinstance(steps, int):
+            reading.imply("warmup_steps", "schedule.warmup", min(int(0.03 * steps), 100), why)
+        else:
+            reading.imply("warmup_steps", "schedule.warmup_ratio", 0.03, why)
+    if program == "axolotl" and settings.get("schedule.warmup") == 1:
+        settings["schedule.warmup"] = 2  # as axolotl makes it
+    if "constant" in (reading.get("lr_scheduler"), reading.get("lr_scheduler_type")):
+        settings["schedule.warmup"] = 0
+
+
 def read(reading: Reading, program: str) -> None:
     """Follows the program's table, and a DeepSpeed file that it points to; writes its defaults out."""
     inner = "deepspeed."
@@ -482,6 +497,7 @@ def read(reading: Reading, program: str) -> None:
         if target not in idle:
             why = "whole replicas, as DDP has them" if target == "train.plan.zero" else "their default"
             reading.imply(key, target, value, why)
+    _settle_warmup(reading, program)
     twice = {"lora_alpha": 2 * settings.get("model.r", 8)} if program == "LLaMA-Factory" else {}
     adapters.imply(reading, **_ADAPTERS[program], **twice)
     if "train.steps" not in settings:
