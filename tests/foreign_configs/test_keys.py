@@ -69,3 +69,12 @@ def test_llama_factory_recomputes_unless_it_is_told_not_to():
     changes = {}, {"gradient_checkpointing": False}, {"disable_gradient_checkpointing": True}
     plans = [read_config("llama-factory", {**config, **change}).plan for change in changes]
     assert [plan["recompute"] for plan in plans] == ["full", "full", "none"]
+
+
+def test_a_slip_of_the_pen_in_a_group_of_real_keys_is_found():
+    told = {
+        entry.key: entry
+        for entry in read_config("megatron", {"log_energy": "", "log_intervall": 5, "lr": 1e-4}).entries
+    }
+    assert told["log_energy"].verdict == "different"
+    assert told["log_intervall"].verdict == "refused" and "log_interval" in told["log_intervall"].text

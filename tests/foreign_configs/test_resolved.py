@@ -1,9 +1,9 @@
 """What an import makes of a file is what the file's own program resolves.
 
 The values were printed by the program's own parser where it could be installed: Accelerate 1.15.0, DeepSpeed 0.19.8,
-axolotl 0.19.0 and LLaMA-Factory 0.9.5. Those of torchtitan 0.3.0, Megatron-LM and NeMo, which need a GPU's packages, are
-read from their sources: the dataclasses of configs.py, the defaults of arguments.py, Lightning's Trainer, NeMo's
-lr_scheduler.py.
+axolotl 0.19.0 and LLaMA-Factory 0.9.5. Those of torchtitan 0.3.0, Megatron-LM and NeMo, which need packages for a
+GPU, are read from their sources: the dataclasses of configs.py, the defaults of arguments.py, Lightning's Trainer and
+NeMo's lr_scheduler.py.
 """
 
 from typing import Any
@@ -90,7 +90,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "axolotl": ("a.yaml", AXOLOTL, {
         **ADAMW, "train.plan.micro_batches": 4, "train.global_batch_size": 32, "train.steps": 1000,
         "optimizer.lr": 2e-4, "optimizer.weight_decay": 0.0, "train.plan.clip_grad_norm": 1.0,
-        "scheduler.warmup_steps": 30, "model.r": 8, "model.lora_alpha": 16.0, "model.lora_dropout": 0.0, "train.plan.recompute": None, "text.context_length": 512}),
+        "scheduler.warmup_steps": 30, "model.r": 8, "model.lora_alpha": 16.0,
+        "model.lora_dropout": 0.0, "train.plan.recompute": None, "text.context_length": 512}),
     "llama-factory": ("a.yaml", LLAMA_FACTORY, {
         **ADAMW, "train.plan.micro_batches": 4, "train.steps": 300, "optimizer.lr": 1e-4, "optimizer.weight_decay": 0.0,
         "train.plan.clip_grad_norm": 1.0, "train.plan.precision": "fp32", "train.plan.recompute": "full",

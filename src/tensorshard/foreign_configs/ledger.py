@@ -191,6 +191,12 @@ def each(names: str, rule: Rule, prefix: str = "") -> dict[str, Rule]:
     return {prefix + name: rule for name in names.split()}
 
 
+def listed(program: str, patterns: str, rule: Rule) -> dict[str, Rule]:
+    """`rule` for each of the program's keys in keys.json that fits one of the `patterns`, which blanks separate."""
+    fits = re.compile("|".join(_regex(pattern) for pattern in patterns.split()))
+    return {key: rule for key in sorted(real_keys(program)[1]) if fits.fullmatch(key)}
+
+
 def flat(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The leaves of nested mappings, with their paths. Lists and empty mappings are leaves."""
     if isinstance(config, Mapping) and config:

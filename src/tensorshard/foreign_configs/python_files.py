@@ -32,7 +32,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "OmegaConf.create": lambda content=None, **_: copy.deepcopy({} if content is None else content),
     "copy.deepcopy": copy.deepcopy, "copy.copy": copy.copy, "dataclasses.replace": lambda of, **changes: {**of, **changes},
 }  # fmt: skip
-_METHODS = {
+_METHODS: dict[type, tuple[str, ...]] = {
     dict: ("get", "keys", "values", "items", "copy", "update", "pop"),
     list: ("append", "extend", "copy", "index"),
 }
@@ -253,7 +253,7 @@ class _Reader:
         return copy.deepcopy(libai.BASES.get(path, {}))
 
     def _delete(self, target: ast.expr) -> None:
-        if isinstance(target, ast.Attribute):
+        if isinstance(target, ast.Attribute) and not self._unsure:
             base = self._place(target.value)
             parts = base.parts if isinstance(base, Unread) else base
             if isinstance(parts, dict):
@@ -272,7 +272,7 @@ class _Reader:
             self.names[target.id] = value
         elif isinstance(target, ast.Attribute | ast.Subscript):
             base = self._place(target.value)
-            key = target.attr if isinstance(target, ast.Attribute) else self.value(target.slice)
+            key: Any = target.attr if isinstance(target, ast.Attribute) else self.value(target.slice)
             value = str(value) if key == "_target_" and isinstance(value, Unread) else value
             if isinstance(base, Unread):
                 base.parts[str(key)] = value
@@ -286,8 +286,8 @@ class _Reader:
         if not isinstance(node, ast.Attribute | ast.Subscript):
             return self.value(node)
         base = self._place(node.value)
-        key = node.attr if isinstance(node, ast.Attribute) else self.value(node.slice)
-        parts = base.parts if isinstance(base, Unread) else base
+        key: Any = node.attr if isinstance(node, ast.Attribute) else self.value(node.slice)
+        parts: Any = base.parts if isinstance(base, Unread) else base
         if isinstance(parts, dict) and isinstance(key, str | int) and parts.get(key) is None:
             parts[key] = self._unread(node) if isinstance(base, Unread) else {}
         return parts[key] if isinstance(parts, dict) and isinstance(key, str | int) else self.value(node)
