@@ -56,7 +56,7 @@ def numbers(
         act = to(f"model.{ours}", None, convert).act
         return Rule(kind, lambda r, v: act(r, v) if wanted(r) else (NOT_NEEDED, "there are no adapters"))
 
-    kinds = {"r": int, "lora_alpha": float, "lora_dropout": float, "use_dora": bool, "use_rslora": bool}
+    kinds = {"r": int, "lora_alpha": int, "lora_dropout": float, "use_dora": bool, "use_rslora": bool}
     return {
         prefix + theirs: rule(ours, kinds.get(ours), *([] if ours in kinds else [layers]))
         for theirs, ours in names.items()

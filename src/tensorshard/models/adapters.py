@@ -9,7 +9,7 @@ def with_lora(
     pretrained: str,
     *,
     r: int = 8,
-    lora_alpha: float = 8,
+    lora_alpha: int = 8,
     lora_dropout: float = 0.0,
     target_modules: str | Sequence[str] = "all-linear",
     modules_to_save: Sequence[str] | None = None,
