@@ -51,8 +51,22 @@ LIGHTNING = {"trainer": {"max_steps": 10, "precision": "bf16-mixed", "strategy":
 NEMO = {"trainer": {"max_steps": 10, "precision": "bf16"}, "model": {"tensor_model_parallel_size": 2,
         "micro_batch_size": 1, "global_batch_size": 4, "optim": {"name": "fused_adam", "lr": "2e-4"}}}  # fmt: skip
 FSDP = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True}
-ALL = {"deepspeed": DEEPSPEED, "accelerate": ACCELERATE, "torchtitan": TORCHTITAN, "megatron": MEGATRON,
-       "libai": LIBAI, "paddle": PADDLE, "axolotl": AXOLOTL, "llama-factory": LLAMA_FACTORY, "lightning": LIGHTNING,
+TORCHTUNE = {
+    "model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", "lora_rank": 16, "lora_alpha": 32,
+              "lora_attn_modules": ["q_proj", "output_proj"], "apply_lora_to_mlp": True},
+    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "/models/x"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 512},
+    "batch_size": 2, "gradient_accumulation_steps": 4, "dtype": "bf16", "epochs": 2, "max_steps_per_epoch": 50,
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4"},
+    "lr_scheduler": {"_component_": "torchtune.training.get_cosine_schedule_with_warmup", "num_warmup_steps": 5},
+    "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+    "tensor_parallel_dim": 2, "fsdp_cpu_offload": True, "enable_activation_checkpointing": True,
+}  # fmt: skip
+FACTORY_V1 = {"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}, "micro_batch_size": 1,
+              "max_steps": 10, "peft_config": {"name": "lora", "r": 16, "target_modules": "all"}}  # fmt: skip
+ALL = {"deepspeed": DEEPSPEED, "torchtune": TORCHTUNE, "accelerate": ACCELERATE, "torchtitan": TORCHTITAN,
+       "megatron": MEGATRON, "libai": LIBAI, "paddle": PADDLE, "axolotl": AXOLOTL,
+       "llama-factory": LLAMA_FACTORY, "lightning": LIGHTNING,
        "nemo": NEMO, "fsdp": FSDP}  # fmt: skip
 
 
@@ -256,11 +270,11 @@ def test_what_a_program_has_no_place_for_is_said(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_config_that_is_code_is_refused(tmp_path):
+def test_python_that_is_no_config_is_refused(tmp_path):
     path = tmp_path / "bert.py"
-    path.write_text("train.dist.tensor_parallel_size = 2\ntrain.amp.enabled = True\n")
-    with pytest.raises(ValueError, match=r"is Python, which is not run.* LiBai writes config.yaml"):
-        read_file(path, "libai", world_size=4)
+    path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\n")
+    with pytest.raises(ValueError, match=r"read and not run: it is no config of LiBai's, has no function"):
+        read_file(path, world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -443,3 +457,121 @@ def test_two_precisions_are_refused(tmp_path):
 def test_scripts_of_other_programs_are_not_megatrons(tmp_path, text, program):
     ledger = read_file(_script(tmp_path, text))
     assert ledger.source == program and ledger.refused
+
+
+def test_a_recipe_of_torchtune_becomes_adapters_or_a_whole_model():
+    ledger = read_config("torchtune", TORCHTUNE, world_size=8)
+    model = {key[6:]: value for key, value in ledger.settings.items() if key.startswith("model.")}
+    assert model == {
+        "_target_": "tensorshard.models.with_lora", "pretrained": "/models/x", "dtype": "bfloat16",
+        "r": 16, "lora_alpha": 32.0, "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    }  # fmt: skip
+    assert (ledger.plan["tp"], ledger.plan["zero"], ledger.plan["recompute"], ledger.plan["micro_batches"]) == (
+        2,
+        3,
+        "full",
+        4,
+    )
+    assert ledger.settings["train.steps"] == 100 and ledger.settings["optimizer.weight_decay"] == 0.01
+    whole = {**TORCHTUNE, "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}}
+    ledger = read_config("torchtune", whole, world_size=8)
+    assert not ledger.refused and "model._target_" not in ledger.settings
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "words"),
+    [
+        ({"model": {"_component_": "torchtune.models.llama3.qlora_llama3_8b"}}, "model._component_", "4 or 8 bits"),
+        ({"model": {"_component_": "torchtune.models.phi3.lora_phi3_mini"}}, "model._component_", "other layers"),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "loss._component_", "DPOLoss"),
+        ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}}, "optimizer._component_", "not in torch"),
+        ({"kd_ratio": 0.5}, "kd_ratio", "no recipe of fine-tuning"),
+        (
+            {"checkpointer": {"_component_": "torchtune.training.FullModelMetaCheckpointer"}},
+            "checkpointer._component_",
+            "format",
+        ),
+    ],
+)
+def test_what_torchtune_does_and_a_config_here_cannot(change, key, words):
+    refused = {entry.key: entry.text for entry in read_config("torchtune", {**TORCHTUNE, **change}).refused}
+    assert words in refused[key]
+
+
+def test_names_and_defaults_of_llama_factorys_v1():
+    ledger = read_config(None, FACTORY_V1, world_size=4)
+    assert ledger.source == "llama-factory" and not ledger.refused, ledger.describe()
+    settings, plan = ledger.settings, ledger.plan
+    assert (plan["zero"], plan["precision"], plan["recompute"]) == (3, "bf16", "full")
+    assert (settings["scheduler.shape"], settings["optimizer.weight_decay"], settings["optimizer.lr"]) == (
+        "constant",
+        0.01,
+        1e-4,
+    )
+    assert (settings["train.global_batch_size"], settings["text.context_length"]) == (4, 2048)
+    assert (settings["model.r"], settings["model.lora_alpha"], settings["model.lora_dropout"]) == (16, 16, 0.05)
+    older = read_config(
+        None, {**LLAMA_FACTORY, "finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj,v_proj"}
+    )
+    assert older.settings["model.target_modules"] == ["q_proj", "v_proj"] and older.settings["model.lora_alpha"] == 8
+    assert (older.settings["scheduler.shape"], older.settings["optimizer.weight_decay"]) == ("linear", 0.0)
+
+
+def test_adapters_of_axolotl():
+    lora = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+    ledger = read_config("axolotl", {**AXOLOTL, **lora})
+    assert not ledger.refused and ledger.settings["model.target_modules"] == "all-linear"
+    pattern = read_config(
+        "axolotl", {**AXOLOTL, **lora, "lora_target_linear": False, "lora_target_modules": "layers.(a|b)"}
+    )
+    assert pattern.settings["model.target_modules"] == "layers.(a|b)"
+    for change in (
+        {"adapter": "qlora"},
+        {"load_in_8bit": True},
+        {"loraplus_lr_ratio": 4},
+        {"lora_target_linear": False},
+    ):
+        assert read_config("axolotl", {**AXOLOTL, **lora, **change}).refused, change
+
+
+def test_paddles_increments_are_samples():
+    rate = {"name": "CosineAnnealingWithWarmupDecay", "max_lr": 1e-4, "decay_steps": 4000, "warmup_rate": 0.1}
+    config = {
+        **PADDLE,
+        "Global": {"micro_batch_size": 2, "global_batch_size": 8},
+        "Optimizer": {"name": "AdamW", "lr": rate},
+    }
+    ledger = read_config("paddle", {**config, "Optimizer": {"name": "AdamW", "lr": {**rate, "use_increments": True}}})
+    assert not ledger.refused, ledger.describe()
+    assert (ledger.settings["scheduler.total_steps"], ledger.settings["scheduler.warmup_steps"]) == (500, 50)
+    said = {entry.key: entry for entry in read_config("paddle", config).entries}
+    assert "never leaves its first rate" in said["Optimizer.lr.name"].text
+
+
+def test_one_beta_does_not_change_the_other():
+    ledger = read_config("paddle", {**PADDLE, "Optimizer": {"name": "AdamW", "beta1": 0.8}})
+    assert ledger.settings["optimizer.betas"] == [0.8, 0.999]
+    [entry] = [entry for entry in ledger.entries if entry.key == "Optimizer.beta1"]
+    assert entry.text == "optimizer.betas[0]=0.8"
+    assert read_config("megatron", {**MEGATRON, "adam_beta1": 0.8}).settings["optimizer.betas"] == [0.8, 0.999]
+    titan = {**TORCHTITAN, "optimizer": {"name": "AdamW", "lr": 1e-3, "beta1": 0.8}}
+    assert read_config("torchtitan", titan).settings["optimizer.betas"] == [0.8, 0.95]
+
+
+def test_degrees_say_how_many_data_ranks_there_are():
+    degrees = {**PADDLE["Distributed"], "dp_degree": 2}
+    ledger = read_config("paddle", {**PADDLE, "Distributed": degrees})
+    assert ledger.settings["train.global_batch_size"] == 2 * 2 * 2
+
+
+def test_axolotl_warms_up_by_default_and_a_constant_rate_does_not():
+    assert read_config("axolotl", {**AXOLOTL, "max_steps": 2000}).settings["scheduler.warmup_steps"] == 60
+    assert read_config("axolotl", {**AXOLOTL, "max_steps": 9000}).settings["scheduler.warmup_steps"] == 100
+    assert read_config("axolotl", {**AXOLOTL, "warmup_steps": 1}).settings["scheduler.warmup_steps"] == 2
+    constant = {**LLAMA_FACTORY, "lr_scheduler_type": "constant"}
+    assert read_config("llama-factory", constant).settings["scheduler.warmup_steps"] == 0
+    kept = read_config(
+        "llama-factory", {**LLAMA_FACTORY, "lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.033}
+    )
+    assert kept.settings["scheduler.warmup_steps"] == 4  # transformers rounds up

@@ -1,7 +1,6 @@
 """Accelerate's YAML: launch settings, FSDP of both versions, and a DeepSpeed JSON that it points to.
 
-The names of fields were compared with Accelerate 1.15's ``FullyShardedDataParallelPlugin`` and ``DeepSpeedPlugin``, their
-meanings and launch settings with no release. A key that the table lacks is refused by name.
+The keys are those of Accelerate 1.15 (keys.json). A key that the table lacks is refused by name.
 """
 
 from typing import Any
@@ -94,6 +93,14 @@ FSDP: Table = {
     "sharding_strategy": Rule((str, int), _strategy),
     "reshard_after_forward": Rule((bool, str, int), _reshard),
     "offload_params": Rule(bool, _offload),
+    "activation_checkpointing_offload": Rule(
+        bool,
+        lambda r, v: (
+            to("train.plan.offload", None).act(r, {**r.settings.get("train.plan.offload", {}), "activations": "cpu"})
+            if v
+            else (NOT_NEEDED, "it is off")
+        ),
+    ),
     "activation_checkpointing": Rule(bool, _recompute),
     "auto_wrap_policy": different("units are found: the model's blocks; train.plan.shard_units names others", str),
     "transformer_layer_cls_to_wrap": different("the model's blocks are found, whatever their class"),
@@ -178,6 +185,26 @@ _MEGATRON = {
         bool, lambda r, v: to("train.plan.recompute", None).act(r, "selective" if v else "none")
     ),
     "use_distributed_optimizer": Rule(bool, lambda r, v: to("train.plan.zero", None).act(r, int(v))),
+    "context_parallel_size": _axis("cp"),
+    "expert_model_parallel_size": _axis("ep"),
+    "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
+    "optimizer_cpu_offload": Rule(
+        bool,
+        lambda r, v: to("train.plan.offload", None).act(r, {"optimizer": "cpu", "gradients": "cpu"} if v else None),
+    ),
+    "expert_tensor_parallel_size": different("each expert is split over all ranks of train.plan.tp", int),
+    "decoder_last_pipeline_num_layers": different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
+    "calculate_per_token_loss": different("a loss_fn that returns (sum, count) is weighed by tokens"),
+    **each(
+        "attention_backend attention_dropout attention_softmax_in_fp32 hidden_dropout use_rotary_position_embeddings "
+        "eod_mask_loss",
+        different("the model and the data are yours; this key says how theirs are"),
+    ),
+    **each(
+        "recompute_method recompute_num_layers overlap_cpu_optimizer_d2h_h2d use_custom_fsdp use_precision_aware_optimizer",
+        unneeded("it tunes Megatron's own way of working"),
+    ),
+    **each("no_load_optim no_save_optim", different("checkpoints have all states; engine.load reads what is there")),
 }
 _DYNAMO = {
     "backend": Rule(
@@ -199,7 +226,8 @@ TABLE: Table = {
     **each("main_process_ip rdzv_backend rdzv_conf same_network compute_environment gpu_ids", different(_LAUNCH)),
     **each("main_training_function", unneeded("the script is yours", str)),
     **each(
-        "tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands", refused("TPUs are not there")
+        "tpu_env tpu_vm tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands",
+        refused("TPUs are not there"),
     ),
     "downcast_bf16": refused("it is for TPUs", None, ("no", False)),
     "use_cpu": different("--device cpu at the start, or no visible GPU", bool),
@@ -217,8 +245,14 @@ TABLE: Table = {
         f"parallelism_config.parallelism_config_{name}_size": _axis(name)
         for name in ("dp_replicate", "dp_shard", "tp", "cp")
     },
-    "parallelism_config.parallelism_config_sp_size": to("train.plan.cp", int),
-    "parallelism_config.parallelism_config_cp_comm_strategy": unneeded("context parallelism finds its own way", str),
+    "parallelism_config.parallelism_config_sp_size": Rule(
+        int, lambda r, v: to("train.plan.cp", None).act(r, v) if v > 1 else (NOT_NEEDED, "sequences are whole")
+    ),
+    **each(
+        "cp_comm_strategy cp_backend sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
+        unneeded("context parallelism finds its own way, for sequences of any length"),
+        "parallelism_config.parallelism_config_",
+    ),
     **each("fp8_config.** fp8_backend", refused("fp8 is not there; bf16 is")),
 }
 

@@ -6,10 +6,13 @@ knows or that stand at the wrong place, and never leaves a key without an entry.
 """
 
 import difflib
+import functools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 TRANSLATED, NOT_NEEDED, DIFFERENT, REFUSED = "translated", "not needed", "different", "refused"
@@ -36,6 +39,26 @@ class Entry:
     text: str
 
 
+@dataclass(eq=False)
+class Unread:
+    """A value in a config that is Python, which reading alone does not give.
+
+    Attributes:
+        text: its expression. where: the file and the line.
+        name: dotted, if it is a name that is imported; "" otherwise.
+        keywords: what a call was given by name. parts: what the file sets on it.
+    """
+
+    text: str
+    where: str
+    name: str = ""
+    keywords: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True)
 class Rule:
     """The kind of values that a key takes, and what is done with one.
@@ -45,12 +68,14 @@ class Rule:
         act: makes the entry's verdict and text, and may set ours.
         auto: what "auto" means there; None where it is not allowed.
         target: the key of ours that it sets, if it sets one.
+        heeds: whether a value that is not read is refused; not where the entry is the same for all.
     """
 
     kind: Any
     act: "Callable[[Reading, Any], Outcome]"
     auto: Any = None
     target: str = ""
+    heeds: bool = True
 
 
 Table = Mapping[str, Rule]
@@ -84,11 +109,12 @@ class Reading:
         return default if value is None or value == "auto" else value
 
     def number(self, key: str, default: float) -> float:
-        """As :meth:`get`, for a number; `default` where the value is none."""
+        """As :meth:`get`, for a number; `default` where the value is none, or not finite."""
         try:
-            return float(self.get(key, default))
+            number = float(self.get(key, default))
         except (TypeError, ValueError):
             return default
+        return number if math.isfinite(number) else default
 
     def add(self, key: str, value: Any, verdict: str, text: str) -> None:
         """Adds an entry."""
@@ -129,12 +155,12 @@ def _ours(target: str) -> str:
 
 def unneeded(text: str, kind: Any = None) -> Rule:
     """A key that has no work to do here."""
-    return Rule(kind, lambda reading, value: (NOT_NEEDED, text), auto=text)
+    return Rule(kind, lambda reading, value: (NOT_NEEDED, text), auto=text, heeds=False)
 
 
 def different(text: str, kind: Any = None) -> Rule:
     """A key whose matter works in another way here."""
-    return Rule(kind, lambda reading, value: (DIFFERENT, text), auto=text)
+    return Rule(kind, lambda reading, value: (DIFFERENT, text), auto=text, heeds=False)
 
 
 _OFF: tuple[Any, ...] = (False, 0, "", "no", "none", "None", [], {}, "disabled", "off")
@@ -165,6 +191,12 @@ def each(names: str, rule: Rule, prefix: str = "") -> dict[str, Rule]:
     return {prefix + name: rule for name in names.split()}
 
 
+def listed(program: str, patterns: str, rule: Rule) -> dict[str, Rule]:
+    """`rule` for each of the program's keys in keys.json that fits one of the `patterns`, which blanks separate."""
+    fits = re.compile("|".join(_regex(pattern) for pattern in patterns.split()))
+    return {key: rule for key in sorted(real_keys(program)[1]) if fits.fullmatch(key)}
+
+
 def flat(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The leaves of nested mappings, with their paths. Lists and empty mappings are leaves."""
     if isinstance(config, Mapping) and config:
@@ -187,13 +219,17 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
     bare = ".".join(part.strip() for part in key.split("."))
     if bare != key:
         return REFUSED, f"the key {key!r} has a blank at an end, so that {program} does not see it; write {bare!r}"
-    rule = _rule(table, key)
+    rule = rule_of(table, key)
     if rule is None and any(f"${{{key}}}" in str(other) for other in reading.values.values()):
         return NOT_NEEDED, "it is a variable of the file, which other keys refer to"
     if value is None:
         return NOT_NEEDED, "null leaves the default"
     if rule is None:
         return REFUSED, _unknown(table, key, value, program)
+    if isinstance(value, Unread):
+        if rule.heeds:
+            return REFUSED, f"{value.where}: the file is read and not run, which does not give this; set {key}=VALUE"
+        return rule.act(reading, value)
     if value == {}:
         return NOT_NEEDED, "it is empty"
     if value == "auto" and rule.auto is not None and rule.kind is not None and "auto" not in _words(rule.kind):
@@ -212,7 +248,8 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
     return verdict, text + note
 
 
-def _rule(table: Table, key: str) -> Rule | None:
+def rule_of(table: Table, key: str) -> Rule | None:
+    """The rule of `key`: its own, or else the first pattern's that it fits."""
     if key in table and "*" not in key:
         return table[key]
     for pattern, rule in table.items():
@@ -226,7 +263,18 @@ def _regex(pattern: str) -> str:
     return escaped.replace(r"\*", r"[^.]*")
 
 
+@functools.cache
+def real_keys(program: str) -> tuple[str, frozenset[str]]:
+    """The release of `program` whose keys are known, and these keys; those of keys.json, which has them by program."""
+    known = json.loads(files("tensorshard.foreign_configs").joinpath("keys.json").read_text(encoding="utf-8"))
+    entry = known.get(program, {"release": "", "keys": []})
+    return entry["release"], frozenset(entry["keys"])
+
+
 def _unknown(table: Table, key: str, value: Any, program: str) -> str:
+    release, real = real_keys(program)
+    if any(key == name or key.startswith(f"{name}.") for name in real):
+        return f"{program} {release} has this key, and nothing here does its work: train without it, or leave it out"
     known = [pattern for pattern in table if "*" not in pattern]
     within = sorted(pattern for pattern in known if pattern.startswith(key + "."))
     if within:

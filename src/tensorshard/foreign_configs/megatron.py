@@ -1,7 +1,7 @@
 """Megatron-LM's arguments, from a launch script or a list, and NeMo's keys, which pass them on.
 
-The table is of the arguments that launch scripts commonly have. It was not compared with a release of Megatron-LM or
-NeMo; an argument that it lacks is refused by name.
+The table is of the arguments that launch scripts commonly have; keys.json has all of Megatron-LM's. An argument that the
+table lacks is refused by name.
 """
 
 import re
@@ -22,11 +22,12 @@ from tensorshard.foreign_configs.ledger import (
     different,
     each,
     follow,
+    listed,
     refused,
     to,
     unneeded,
 )
-from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, _betas
+from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, betas
 
 _FLAG = ("", "true", "True", True, False, "false", "False", 1, "1")
 
@@ -155,7 +156,48 @@ _INPUT = (
 )
 _TOOLS = "sample cpuctxsw trace capture_range capture_range_end cuda_graph_trace cuda_memory_usage force_overwrite"
 
+_LISTED: Table = {
+    **listed(
+        "Megatron",
+        "log_* otel_* one_logger_* no_one_logger nvtx_ranges record_shapes memory_snapshot_path record_memory_history "
+        "pytorch_profiler_* barrier_with_L1_time throughput_window_size app_tag_*",
+        different(LOGS),
+    ),
+    **listed(
+        "Megatron",
+        "ckpt_* dist_ckpt_* non_persistent_* save_optim save_rng load_optim load_rng async_ckpt_* async_strategy save_retain_interval "
+        "save_config_filepath use_persistent_ckpt_worker most_recent_k verify_integrity",
+        different("train.output_dir, train.save_every and --resume say what is kept and read"),
+    ),
+    **listed(
+        "Megatron",
+        "tp_comm_* inprocess_* flight_recorder_* rerun_* straggler_* overlap_* ddp_* use_te_rng_tracker te_rng_tracker "
+        "no_pin_cpu_grads no_pin_cpu_params use_gloo_process_groups batch_p2p_* use_sharp deallocate_pipeline_outputs "
+        "delay_wgrad_compute use_torch_optimizer_for_cpu_offload enable_msc disable_msc gpu_sniff_test_interval "
+        "nccl_communicator_config_path use_precision_aware_optimizer enable_gloo_process_groups",
+        unneeded("it tunes Megatron's own way of working; results are exact without it"),
+    ),
+    **listed(
+        "Megatron",
+        "mamba_* linear_* mtp_* mhc_* dsa_* yarn_* heterogeneous_* hybrid_* init_method embedding_init_method_std "
+        "fp32_residual_connection apply_query_key_layer_scaling qk_l2_norm rope_scaling_factor no_rope_freq is_hybrid_model "
+        "bias_activation_fusion bias_dropout_fusion masked_softmax_fusion persist_layer_norm apply_rope_fusion softmax_scale "
+        "num_moe_experts gated_linear_unit activation_func experimental_attention_variant",
+        different(MODEL),
+    ),
+    **listed(
+        "Megatron",
+        "fim_* sft sft_tokenizer_prompt_format per_split_data_args_path per_dataset_sequences_path dataloader_* chat_template "
+        "tokenizer_* special_tokens mid_level_dataset_surplus use_tokenizer_model_from_checkpoint_args full_validation "
+        "multiple_validation_sets validation_set_names null_tokenizer_*",
+        different(DATA),
+    ),
+    **listed("Megatron", "rl_* grpo_* perform_rl_step langrl_*", refused("reinforcement learning is not there")),
+}
+"""Arguments of the release of keys.json, by patterns: only real ones, so that a slip of the pen stays one."""
+
 TABLE: Table = {
+    **_LISTED,
     "tensor_model_parallel_size": _ranks("tp"),
     "pipeline_model_parallel_size": _ranks("pp"),
     "context_parallel_size": _ranks("cp"),
@@ -194,8 +236,8 @@ TABLE: Table = {
     "override_opt_param_scheduler": unneeded("a resumed run goes by its own config"),
     "use_checkpoint_opt_param_scheduler": unneeded("a resumed run goes by its own config"),
     "optimizer": Rule(("adam", "sgd"), _optimizer),
-    "adam_beta1": _betas(0),
-    "adam_beta2": _betas(1),
+    "adam_beta1": betas(0),
+    "adam_beta2": betas(1),
     "adam_eps": to("optimizer.eps", float),
     "weight_decay": to("optimizer.weight_decay", float),
     "clip_grad": to("train.plan.clip_grad_norm", float, lambda value: value or None),

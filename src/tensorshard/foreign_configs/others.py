@@ -1,9 +1,10 @@
-"""Paddle's, Lightning's, NeMo's and LiBai's configs, and those of programs that are refused by name."""
+"""Paddle's, Lightning's and NeMo's configs, and those of programs that are refused by name."""
 
 from typing import Any
 
 from tensorshard.foreign_configs import megatron
 from tensorshard.foreign_configs.ledger import (
+    DIFFERENT,
     NOT_NEEDED,
     REFUSED,
     TRANSLATED,
@@ -18,7 +19,7 @@ from tensorshard.foreign_configs.ledger import (
     to,
     unneeded,
 )
-from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, _betas
+from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, betas
 
 _SAVES = "train.output_dir, train.save_every and --resume say what is kept and read"
 
@@ -84,7 +85,26 @@ def _paddle_dp(reading: Reading, value: int) -> Outcome:
 
 def _decay_steps(reading: Reading, value: float) -> Outcome:
     reading.settings["schedule.total"] = int(value)
+    if reading.get("Optimizer.lr.use_increments"):
+        return TRANSLATED, f"scheduler.total_steps is {int(value)} samples / samples a step"
     return TRANSLATED, f"scheduler.total_steps={int(value)}"
+
+
+def _increments(reading: Reading, value: bool) -> Outcome:
+    reading.settings["schedule.in_samples"] = value
+    return (TRANSLATED, "decay_steps counts samples") if value else (NOT_NEEDED, "decay_steps counts steps")
+
+
+def _paddle_shape(reading: Reading, value: str) -> Outcome:
+    decay = reading.get("Optimizer.lr.decay_type", "cosine")
+    names = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWarmup": "linear", "ViTLRScheduler": decay}
+    verdict, text = _shape(names).act(reading, value)
+    if value == "LinearDecayWithWarmup" and verdict == TRANSLATED:
+        reading.settings["schedule.overlap"] = True
+        return DIFFERENT, f"{text}, from the first step on as theirs; the warm-up ends where the decay is by then"
+    if value == "CosineAnnealingWithWarmupDecay" and not reading.get("Optimizer.lr.use_increments"):
+        return DIFFERENT, f"{text}, by steps; theirs never leaves its first rate without use_increments"
+    return verdict, text
 
 
 def _unless_epochs(target: str) -> Rule:
@@ -111,6 +131,7 @@ _PADDLE_WORK = {
     "mix_precision.scale_loss": different("the scale adapts by itself, from 65536", float),
     **each("mix_precision.custom_black_list mix_precision.custom_white_list mix_precision.level",
            different("layers compute in 16 bits, losses and norms as torch's autocast does")),
+    **each("mix_precision.use_fp16_guard mix_precision.use_fp16_cumulative_gradients", unneeded("Paddle's own way of working")),
     **each("mix_precision.dtype mix_precision.fp16_dtype", unneeded("it is settled by the line of enable")),
     "balance_loss_weight": different(MODEL),
     "run_mode": different("a run counts steps: train.steps", str),
@@ -124,6 +145,10 @@ PADDLE: Table = {
     "Global.seed": to("train.seed", int),
     "Global.device": different("the devices are what the start sees", str),
     "Global.binary_head": different(MODEL),
+    **each("Global.flags.** Fused.tensor_fusion", unneeded("Paddle's own way of working")),
+    "Tuning.enable": refused("'tensorshard plan' searches for the plan", bool),
+    "Quantization.enable": refused("weights are not quantized in training", bool),
+    **each("Tuning.** Quantization.**", unneeded("it belongs to the enable of its group")),
     **{f"{group}.{name}": rule for group in ("Global", "Engine") for name, rule in _PADDLE_WORK.items()},
     **{f"{group}.mix_precision.enable": _paddle_precision(group) for group in ("Global", "Engine")},
     **{f"{group}.mix_precision.use_pure_fp16": _paddle_precision(group) for group in ("Global", "Engine")},
@@ -144,11 +169,16 @@ PADDLE: Table = {
     **each("Loss.**", different("the loss is yours: loss in the config")),
     "Optimizer.name": _class({"fusedadamw": "AdamW", "adamw": "AdamW", "adam": "Adam", "momentum": "SGD"}),
     "Optimizer.weight_decay": to("optimizer.weight_decay", float),
-    "Optimizer.beta1": _betas(0),
-    "Optimizer.beta2": _betas(1),
+    "Optimizer.beta1": betas(0),
+    "Optimizer.beta2": betas(1),
     "Optimizer.epsilon": to("optimizer.eps", float),
     "Optimizer.momentum": to("optimizer.momentum", float),
-    "Optimizer.lr.name": _shape({"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWarmup": "linear"}),
+    "Optimizer.lr.name": Rule(str, _paddle_shape),
+    "Optimizer.lr.decay_type": Rule(("cosine", "linear"), lambda r, v: (TRANSLATED, f"scheduler.shape={v}")),
+    "Optimizer.lr.warmup_steps": to("schedule.warmup", int),
+    "Optimizer.lr.linear_end": to("schedule.min_lr", float),
+    "Optimizer.lr.run_mode": refused("rates go by steps", str, ("step",)),
+    **each("milestones gamma update_unit epochs", unneeded("it belongs to the schedule; see Optimizer.lr.name"), "Optimizer.lr."),
     "Optimizer.lr.max_lr": to("optimizer.lr", float),
     "Optimizer.lr.learning_rate": to("optimizer.lr", float),
     "Optimizer.lr.min_lr": to("schedule.min_lr", float),
@@ -157,7 +187,7 @@ PADDLE: Table = {
     "Optimizer.lr.warmup_rate": to("schedule.warmup_ratio", float),
     "Optimizer.lr.warmup": Rule(float, lambda r, v: to(
         "schedule.warmup_ratio" if v < 1 else "schedule.warmup", None).act(r, v if v < 1 else int(v))),
-    "Optimizer.lr.use_increments": refused("rates are a function of the step", bool),
+    "Optimizer.lr.use_increments": Rule(bool, _increments),
     "Optimizer.grad_clip.name": Rule(("ClipGradByGlobalNorm", "ClipGradForMOEByGlobalNorm"), lambda r, v: (
         TRANSLATED, "train.plan.clip_grad_norm, over the whole model")),
     "Optimizer.grad_clip.clip_norm": to("train.plan.clip_grad_norm", float),
@@ -339,8 +369,8 @@ NEMO: Table = {
     "optim.config.use_distributed_optimizer": _on("train.plan.zero", 1),
     "optim.config.bf16": _on("train.plan.precision", "bf16"),
     "optim.config.fp16": _on("train.plan.precision", "fp16"),
-    "optim.config.adam_beta1": _betas(0),
-    "optim.config.adam_beta2": _betas(1),
+    "optim.config.adam_beta1": betas(0),
+    "optim.config.adam_beta2": betas(1),
     "optim.lr_scheduler._target_": Rule(str, lambda r, v: _shape(
         {"CosineAnnealingScheduler": "cosine", "WarmupAnnealingScheduler": "linear"}).act(r, v.rpartition(".")[2])),
     "optim.lr_scheduler.warmup_steps": to("schedule.warmup", int),
@@ -352,60 +382,6 @@ NEMO: Table = {
     "plugins.*": different("train.plan.precision says it"),
     **{name.removeprefix("trainer."): rule for name, rule in LIGHTNING.items() if name.startswith("trainer.strategy.")},
     **each("run.** s3_checkpointing.** callbacks.** log.** logger.** ", different(_SAVES)),
-}  # fmt: skip
-
-LIBAI: Table = {
-    "train.train_micro_batch_size": to("batch.micro", int),
-    "train.global_batch_size": to("batch.global", int),
-    "train.num_accumulation_steps": to("batch.accumulate", int),
-    "train.train_iter": to("train.steps", int),
-    "train.train_epoch": different("a run counts steps: train.steps"),
-    "train.warmup_ratio": to("schedule.warmup_ratio", float),
-    "train.log_period": to("train.log_every", int),
-    "train.seed": to("train.seed", int),
-    "train.amp.enabled": _on("train.plan.precision", "fp16"),
-    "train.activation_checkpoint.enabled": _on("train.plan.recompute", "full"),
-    "train.zero_optimization.enabled": unneeded("it is settled by the stage's line", bool),
-    "train.zero_optimization.stage": Rule((0, 1, 2, 3), lambda r, v: (
-        to("train.plan.zero", None).act(r, v if r.get("train.zero_optimization.enabled") else 0))),
-    "train.dist.data_parallel_size": _axis("dp_shard"),
-    "train.dist.tensor_parallel_size": _axis("tp"),
-    "train.dist.pipeline_parallel_size": _axis("pp"),
-    "train.dist.pipeline_num_layers": different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
-    "train.dist.custom_pipeline_stage_id": different("train.plan.pp_split names the modules that start a stage"),
-    **each("train.dist.*", different("the start says it: --nproc, --nnodes")),
-    "train.checkpointer.period": to("train.save_every", int),
-    "train.checkpointer.max_to_keep": to("train.keep_checkpoints", int),
-    **each("train.checkpointer.* train.output_dir train.resume train.load_weight", different(_SAVES)),
-    "train.evaluation.eval_period": to("train.eval_every", int),
-    "train.evaluation.eval_iter": _limit("train.eval_batches"),
-    **each("train.evaluation.** train.test_micro_batch_size", different("data.validation is evaluated")),
-    "train.scheduler._target_": Rule(str, lambda r, v: _shape({
-        "WarmupCosineLR": "cosine", "WarmupCosineAnnealingLR": "cosine", "WarmupPolynomialLR": "linear"}).act(
-            r, v.rpartition(".")[2])),
-    "train.scheduler.alpha": to("schedule.min_ratio", float),
-    "train.scheduler.warmup_iter": to("schedule.warmup", int),
-    "train.scheduler.max_iter": to("schedule.total", int),
-    "train.scheduler.warmup_factor": to("schedule.start_ratio", float),
-    "train.scheduler.warmup_method": refused("the warm-up is linear", str, ("linear",)),
-    **each("train.scheduler.*", different("scheduler.shape, warmup_steps and min_ratio say it")),
-    "optim._target_": _class({"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}),
-    "optim.lr": to("optimizer.lr", float),
-    "optim.weight_decay": to("optimizer.weight_decay", float),
-    "optim.betas": to("optimizer.betas", list),
-    "optim.eps": to("optimizer.eps", float),
-    "optim.params.clip_grad_max_norm": to("train.plan.clip_grad_norm", float),
-    "optim.params.clip_grad_norm_type": refused("clipping is by the L2 norm", float, (2.0,)),
-    **each("optim.*", different("groups of parameters: an optimizer of a Python config makes them")),
-    **each("optim.params.**", different("groups of parameters: an optimizer of a Python config makes them")),
-    "train.nccl_fusion_threshold_mb": unneeded("units of reduction are the model's blocks"),
-    "train.nccl_fusion_max_ops": unneeded("units of reduction are the model's blocks"),
-    **each("train.rdma_enabled train.enable_use_compute_stream train.nccl_fusion.*", unneeded("OneFlow's own")),
-    **each("train.samples train.start_iter train.consumed_*", unneeded("a checkpoint records what was consumed")),
-    "train.input_placement_device": different("the devices are what the start sees"),
-    **each("model.** vocab_size", different(MODEL)),
-    **each("dataloader.** tokenization.** train.num_workers train.persistent_workers", different(DATA)),
-    **each("graph.**", unneeded("OneFlow's static graphs; train.plan.compile=true compiles blocks")),
 }  # fmt: skip
 
 
@@ -425,7 +401,6 @@ def read(reading: Reading, table: Table, program: str) -> None:
 
 
 REFUSED_PROGRAMS = {
-    "torchtune": "torchtune's recipes name Python classes; 'tensorshard train hf' with train.plan fields takes their place",
     "verl": "verl trains by reinforcement learning, with generation in the loop, which is not there",
     "ms-swift": "ms-swift's scripts are not read; train.plan, optimizer and scheduler of 'tensorshard train hf' take their place",
     "nanotron": "nanotron's configs are not read; its parallelism section is train.plan's dp_shard, tp and pp",

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from tensorshard.common.paths import read_utf8
-from tensorshard.foreign_configs import accelerate, deepspeed, megatron, others, torchtitan, trainers
+from tensorshard.foreign_configs import (
+    accelerate,
+    deepspeed,
+    libai,
+    megatron,
+    others,
+    python_files,
+    torchtitan,
+    torchtune,
+    trainers,
+)
 from tensorshard.foreign_configs.ledger import (
     DIFFERENT,
     IMPLIED,
@@ -39,10 +49,11 @@ SOURCES: dict[str, Read] = {
     "fsdp": accelerate.read_fsdp,
     "megatron": megatron.read,
     "torchtitan": torchtitan.read,
-    "libai": lambda reading: others.read(reading, others.LIBAI, "LiBai"),
+    "torchtune": torchtune.read,
+    "libai": libai.read,
     "paddle": lambda reading: others.read(reading, others.PADDLE, "Paddle"),
-    "axolotl": lambda reading: trainers.read(reading, trainers.AXOLOTL, "axolotl", "cosine"),
-    "llama-factory": lambda reading: trainers.read(reading, trainers.LLAMA_FACTORY, "LLaMA-Factory", "linear"),
+    "axolotl": lambda reading: trainers.read(reading, "axolotl"),
+    "llama-factory": lambda reading: trainers.read(reading, "LLaMA-Factory"),
     "lightning": lambda reading: others.read(reading, others.LIGHTNING, "Lightning"),
     "nemo": lambda reading: others.read(reading, others.NEMO, "NeMo"),
 }
@@ -141,11 +152,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+_ROUNDED: dict[str, Callable[[float], int]] = {
+    "axolotl": int,
+    "llama-factory": math.ceil,
+    "libai": math.ceil,
+    "nemo": int,
+}
+"""How a part of the steps becomes warm-up steps, where it is not rounded to the nearest."""
+
+
 def finish(reading: Reading, source: str) -> Ledger:
     """Settles what several keys say together, the batch sizes and the schedule, and closes the ledger."""
     if _check_degrees(reading):
         _settle_batches(reading)
-    _settle_schedule(reading)
+    _settle_schedule(reading, source)
     _say_what_is_ours(reading)
     settings = {key: value for key, value in reading.settings.items() if not key.startswith(("batch.", "schedule."))}
     return Ledger(source, tuple(reading.entries), settings, reading.world_size)
@@ -191,6 +211,10 @@ def _settle_batches(reading: Reading) -> None:
     for axis in ("tp", "pp", "cp"):
         other *= max(1, settings.get(f"{_PLAN}{axis}", 1))
     ranks = reading.world_size // other if reading.world_size else None
+    degrees = settings.get(f"{_PLAN}dp_shard", -1), settings.get(f"{_PLAN}dp_replicate", 1)
+    if ranks is None and min(degrees) > 0 and not (micro and parts and global_batch):
+        ranks = math.prod(degrees)
+        reading.add("data ranks", IMPLIED, TRANSLATED, f"{ranks}, as the degrees say")
     if ranks is None and micro and parts and global_batch:
         ranks = max(1, global_batch // (micro * parts))
         reading.add(
@@ -222,7 +246,7 @@ def _settle_batches(reading: Reading) -> None:
     )
 
 
-def _settle_schedule(reading: Reading) -> None:
+def _settle_schedule(reading: Reading, source: str) -> None:
     settings = reading.settings
     shape = settings.get("schedule.shape")
     if shape is None:
@@ -230,9 +254,14 @@ def _settle_schedule(reading: Reading) -> None:
     rate, total = settings.get("optimizer.lr"), settings.get("schedule.total", settings.get("train.steps"))
     warmup = settings.get("schedule.warmup")
     ratio = settings.get("schedule.warmup_ratio")
+    if settings.get("schedule.in_samples") and "schedule.total" in settings:
+        if not isinstance(settings.get("train.global_batch_size"), int):
+            reading.add("learning rate", IMPLIED, REFUSED, "samples become steps by the batch size, which is not given")
+            return
+        total = max(1, total // settings["train.global_batch_size"])
     steps = total if isinstance(total, int) else None
     if warmup is None and ratio:
-        warmup = round(ratio * steps) if steps else "???"
+        warmup = _ROUNDED.get(source, round)(ratio * steps) if steps else "???"
     values = {
         "shape": shape,
         "warmup_steps": warmup or 0,
@@ -245,6 +274,8 @@ def _settle_schedule(reading: Reading) -> None:
     }
     if settings.get("schedule.decay_ratio") is not None:
         values["decay_ratio"] = settings["schedule.decay_ratio"]
+    if settings.get("schedule.overlap"):
+        values["overlap"] = True
     settings.update({f"scheduler.{name}": value for name, value in values.items()})
     reading.add("learning rate", IMPLIED, TRANSLATED, "scheduler=" + ", ".join(f"{k}={v}" for k, v in values.items()))
     if "train.steps" not in settings and steps is not None:
@@ -347,13 +378,25 @@ def read_file(
     given: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
 ) -> Ledger:
-    """Reads a file: JSON, YAML or TOML by its suffix, anything else as a launch script of Megatron.
+    """Reads a file: JSON, YAML, TOML or Python by its suffix, anything else as a launch script of Megatron.
+
+    Python is read and never run: a config of LiBai's, or a file of functions as torchtitan has them, of which
+    ``config=NAME`` in `given` names one.
 
     Arguments and errors are those of :func:`read_config`. A DeepSpeed JSON, or a config that this one builds on, is
     read if it is where the file says, seen from the file's folder, a folder above it, or the working directory.
     """
     given = dict(given or {})
     text = read_utf8(path)
+    python = (
+        python_files.read(path, text, given)
+        if path.suffix == ".py" and source in (None, "libai", "torchtitan")
+        else None
+    )
+    if python is not None:
+        return read_config(
+            source or python[0], python[1], world_size=world_size, given=given, without=without, where=str(path)
+        )
     config = _parsed(path, text, given)
     if source is None and path.suffix not in (".json", ".yaml", ".yml", ".toml"):
         source = next((program for program, sign in _SCRIPTS.items() if re.search(sign, text)), "megatron")
@@ -389,8 +432,8 @@ def _parsed(path: Path, text: str, given: dict[str, Any]) -> Any:
     arguments = megatron.arguments(text, variables)
     if not arguments and path.suffix == ".py":
         raise ValueError(
-            f"{path} is Python, which is not run, and it has no arguments of a launch; give the config as YAML: LiBai "
-            f"writes config.yaml into its train.output_dir"
+            f"{path} is Python, which is read and not run: it is no config of LiBai's, has no function that returns one of "
+            f"torchtitan's, and no arguments of a launch; give the config as YAML, if its program writes one"
         )
     return arguments
 

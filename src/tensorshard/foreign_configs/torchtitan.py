@@ -1,17 +1,15 @@
-"""torchtitan's TOML.
-
-The table is of the keys that these files commonly have. It was not compared with a release of torchtitan; a key that it
-lacks is refused by name.
-"""
+"""torchtitan's TOML, and the functions of its config_registry, which came later: their keys and what becomes of them."""
 
 from typing import Any
 
 from tensorshard.foreign_configs.ledger import (
+    NOT_NEEDED,
     REFUSED,
     TRANSLATED,
     Outcome,
     Reading,
     Rule,
+    Unread,
     different,
     each,
     follow,
@@ -66,12 +64,14 @@ def _decay(reading: Reading, value: str) -> Outcome:
     return TRANSLATED, f"scheduler.shape={value}"
 
 
-def _betas(index: int) -> Rule:
+def betas(index: int, other: float = 0.999) -> Rule:
+    """One of the two decay rates of Adam's means; the second is `other` where the file does not have it."""
+
     def act(reading: Reading, value: float) -> Outcome:
-        betas = list(reading.settings.get("optimizer.betas", (0.9, 0.95)))
-        betas[index] = value
-        reading.settings["optimizer.betas"] = betas
-        return TRANSLATED, f"optimizer.betas={betas}"
+        both = list(reading.settings.get("optimizer.betas", (0.9, other)))
+        both[index] = value
+        reading.settings["optimizer.betas"] = both
+        return TRANSLATED, f"optimizer.betas[{index}]={value}"
 
     return Rule(float, act)
 
@@ -96,8 +96,53 @@ def _reshard(reading: Reading, value: str) -> Outcome:
     return TRANSLATED, f"train.plan.zero={level}{why}"
 
 
-def _validation(rule: Rule) -> Rule:
-    return only_if("validation.enable", rule, "validation is off")
+def _validation(rule: Rule, group: str = "validation") -> Rule:
+    return only_if(f"{group}.enable", rule, "validation is off")
+
+
+def _tokens(target: str) -> Rule:
+    """A number of tokens, which are samples of the length ``max_context_length``."""
+
+    def act(reading: Reading, value: int) -> Outcome:
+        length = int(reading.number("training.max_context_length", 2048))
+        if value < 0:
+            return NOT_NEEDED, "it leaves the number to the others"
+        if value % length:
+            return REFUSED, f"{value} tokens are no whole number of samples of {length} tokens"
+        verdict, text = to(target, None).act(reading, value // length)
+        return verdict, f"{text} ({value} tokens / {length} a sample)"
+
+    return Rule(int, act)
+
+
+def _policy(reading: Reading, value: str) -> Outcome:
+    kinds = {"FullAC": "full", "SelectiveAC": "selective"}
+    name = value.removesuffix(".Config").rpartition(".")[2]
+    if name == "ActivationCheckpointConfig":
+        return NOT_NEEDED, "its mode says what is recomputed"
+    if name not in kinds:
+        return REFUSED, f"{name} is not there; use FullAC or SelectiveAC"
+    return to("train.plan.recompute", None).act(reading, kinds[name])
+
+
+def _group(reading: Reading, value: list[Any]) -> Outcome:
+    if len(value) != 1 or not isinstance(value[0], dict) or value[0].get("pattern") != ".*":
+        return REFUSED, "groups of parameters with their own optimizers: make them in a Python config"
+    name, arguments = value[0].get("optimizer_name"), value[0].get("optimizer_kwargs", {})
+    if name not in ("Adam", "AdamW"):
+        return REFUSED, f"{name} is not known here; use AdamW, or an optimizer of a Python config"
+    known = {key: given for key, given in arguments.items() if key in ("lr", "betas", "eps", "weight_decay")}
+    reading.settings.update({f"optimizer.{key}": given for key, given in known.items()})
+    return to("optimizer._target_", None).act(reading, f"torch.optim.{name}")
+
+
+def _model(reading: Reading, value: Any) -> Outcome:
+    """The model: converters that it is given make other layers of it."""
+    converters = value.keywords.get("converters") if isinstance(value, Unread) else None
+    if isinstance(converters, list) and converters:
+        names = ", ".join(str(one.get("_target_") if isinstance(one, dict) else one) for one in converters)
+        return REFUSED, f"{names.replace('.Config', '')}: converted layers are not there; leave the converters out"
+    return ("different", MODEL) if converters in (None, []) else (REFUSED, f"its converters are not read: {converters}")
 
 
 _HALF = ("float32", "bfloat16")
@@ -153,8 +198,8 @@ TABLE: dict[str, Rule] = {
     "optimizer.name": Rule(("Adam", "AdamW"), _optimizer),
     "optimizer.lr": to("optimizer.lr", float),
     "optimizer.eps": to("optimizer.eps", float),
-    "optimizer.beta1": _betas(0),
-    "optimizer.beta2": _betas(1),
+    "optimizer.beta1": betas(0, 0.95),
+    "optimizer.beta2": betas(1),
     "optimizer.weight_decay": to("optimizer.weight_decay", float),
     "optimizer.implementation": unneeded("torch's fused update is used where it can be", str),
     "optimizer.early_step_in_backward": refused("updates come after the whole gradient, whose norm is clipped", bool),
@@ -218,7 +263,44 @@ TABLE: dict[str, Rule] = {
     **each("validation.**", different("data.validation is evaluated every train.eval_every steps")),
     **each("debug.seed", to("train.seed", int)),
     **each("debug.*", different("call torch.use_deterministic_algorithms(True) in the config")),
-}
+    # The keys of the registry's classes.
+    "training.num_tokens_per_microbatch_per_dp_rank": _tokens("batch.micro"),
+    "training.num_tokens_per_train_step": _tokens("batch.global"),
+    "training.max_context_length": to("text.context_length", int),
+    "training.disable_cuda_graphs": unneeded("there are no CUDA graphs", bool),
+    "parallelism.num_pp_microbatches": Rule(int, lambda r, v: (
+        to("batch.accumulate", None).act(r, v) if _has_pipeline(r) else (NOT_NEEDED, "there is no pipeline"))),
+    "parallelism.enable_sequence_parallel": Rule(bool, lambda r, v: (
+        to("train.plan.sequence_parallel", None).act(r, v) if r.number("parallelism.tensor_parallel_degree", 1) > 1
+        else (NOT_NEEDED, "there is no tensor parallelism"))),
+    "parallelism.module_fqns_per_model_part": different("train.plan.pp_split names the modules that start a stage"),
+    **each("spmd_backend context_parallel_load_balancer context_parallel_ptrr_mask_key enable_fsdp_symm_mem",
+           unneeded("it tunes torchtitan's own way of working"), "parallelism."),
+    "activation_checkpoint._target_": Rule(str, _policy),
+    "optimizer._target_": Rule(str, lambda r, v: (
+        (REFUSED, "updates come after the whole gradient, whose norm is clipped") if "InBackward" in v
+        else (NOT_NEEDED, "its arguments say which optimizer it is"))),
+    "optimizer.param_groups": Rule(list, _group),
+    "optimizer.betas": to("optimizer.betas", list),
+    "optimizer.optimizer_factory_kwargs_by_name": unneeded("it belongs to an optimizer of torchtitan's own"),
+    "compile.enable_async_tensor_parallel": refused("collectives of split layers are not fused with products", bool),
+    "validator.enable": different("data.validation is evaluated every train.eval_every steps", bool),
+    "validator.freq": _validation(to("train.eval_every", int), "validator"),
+    "validator.steps": _validation(to("train.eval_batches", int), "validator"),
+    **each("validator.**", different("data.validation is evaluated every train.eval_every steps")),
+    "model_spec": Rule(None, _model, heeds=False),
+    **each("model_converters.converters model_converters", refused("fp8 and other converters are not there; take them out", None, ())),
+    **each("hf_assets_path hf_model tokenizer tokenizer.** inference.**", different(MODEL)),
+    **each("dataloader dataloader.**", different(DATA)),
+    **each("loss loss.**", different("the loss is the model's own, or a loss function of yours; its mean is over all tokens")),
+    "dump_folder": different("train.output_dir is the run's directory, runs/NAME-N by default", str),
+    **each("profiler.**", different("train.profile=10-12 and train.profile_memory write them")),
+    "override.imports": refused("functions that change the model at its build are yours to call", None, ([],)),
+    **each("_target_ **._target_", unneeded("it is the class of its group")),
+    "line *": refused("the file is read and not run, and this may change the config: take it out", None, ()),
+    "code in line *": unneeded("no config is given to it"),
+    "base *": different("it is not beside this file; the model and the data are yours"),
+}  # fmt: skip
 
 
 # Older releases have these in other groups.
@@ -229,10 +311,13 @@ TABLE |= {
     if key.startswith("parallelism.")
 }
 TABLE |= {"training.batch_size": TABLE["training.local_batch_size"]}
+TABLE |= {key.replace("profiler.", "profiling."): rule for key, rule in TABLE.items() if key.startswith("profiler.")}
 
 
 def read(reading: Reading) -> None:
     """Follows torchtitan's table, and writes its defaults out."""
+    if reading.values.get("activation_checkpoint", "") is None:
+        reading.values["activation_checkpoint.mode"] = reading.values.pop("activation_checkpoint") or "none"
     follow(TABLE, reading, "torchtitan")
     settings: dict[str, Any] = reading.settings
     if settings.get("batch.global") is None:
@@ -249,7 +334,9 @@ def read(reading: Reading) -> None:
     if settings.get("train.plan.pp", 1) > 1:
         reading.imply("parallelism.pipeline_parallel_schedule", "train.plan.pp_schedule", "1f1b")
     reading.imply("activation_checkpoint.mode", "train.plan.recompute", "selective")
-    reading.imply("training.local_batch_size", "batch.micro", 8)
+    length = int(reading.number("training.max_context_length", 0))
+    key = "num_tokens_per_microbatch_per_dp_rank" if length else "local_batch_size"
+    reading.imply(f"training.{key}", "batch.micro", max(1, 16384 // length) if length else 8)
     reading.imply("training.steps", "train.steps", 10000)
     reading.imply("training.seq_len", "text.context_length", 2048)
     reading.imply("optimizer.name", "optimizer._target_", "torch.optim.AdamW")

@@ -62,6 +62,11 @@ class FromOthers:
         return cls._from_other("torchtitan", config, world_size)
 
     @classmethod
+    def from_torchtune(cls, config: Mapping[str, Any], *, world_size: int | None = None) -> Self:
+        """A Plan from the YAML of one of torchtune's recipes."""
+        return cls._from_other("torchtune", config, world_size)
+
+    @classmethod
     def from_libai(cls, config: Mapping[str, Any], *, world_size: int | None = None) -> Self:
         """A Plan from LiBai's config."""
         return cls._from_other("libai", config, world_size)

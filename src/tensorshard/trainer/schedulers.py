@@ -62,8 +62,9 @@ def warmup_decay(
     decay_ratio: float | None = None,
     offset: int = 0,
     decay_offset: int = 0,
+    overlap: bool = False,
 ) -> LambdaLR:
-    """A warm-up and a decay as other programs count them: transformers', DeepSpeed's, Megatron's and torchtitan's.
+    """A warm-up and a decay as other programs count them: transformers, DeepSpeed, Megatron, torchtitan and LiBai.
 
     With ``s = max(0, step + offset)``, the rate rises from `start_ratio` of the peak to the peak while ``s`` is below
     `warmup_steps`, and then falls to `min_ratio` of it.
@@ -79,6 +80,7 @@ def warmup_decay(
         decay_ratio: what part of `total_steps`, at the end, is for the decay; None for all after the warm-up.
         offset: 0 counts as transformers and Megatron do, 1 as torchtitan, -1 as DeepSpeed.
         decay_offset: is added to the steps of the decay: 1 for DeepSpeed's WarmupCosineLR.
+        overlap: the decay counts from the first step, and the warm-up rises to where it is by then, as in LiBai.
 
     Raises:
         ValueError: a negative number of steps, a ratio outside 0 to 1, or an unknown shape.
@@ -92,13 +94,16 @@ def warmup_decay(
     if decay_ratio is not None and not 0 <= decay_ratio <= 1:
         raise ValueError(f"decay_ratio is {decay_ratio}; expected 0 to 1, a part of all steps.")
     decay_steps = total_steps - warmup_steps if decay_ratio is None else round(total_steps * decay_ratio)
-    decay_start = max(warmup_steps, total_steps - decay_steps)
+    decay_start = 0 if overlap else max(warmup_steps, total_steps - decay_steps)
 
     def ratio(step: int) -> float:
         count = max(0, step + offset)
         if count < warmup_steps:
             risen = count / warmup_steps if warmup_shape == "linear" else math.log(count + 1) / math.log(warmup_steps)
-            return start_ratio + (1 - start_ratio) * risen
+            return start_ratio + (decayed(warmup_steps) - start_ratio) * risen
+        return decayed(count)
+
+    def decayed(count: int) -> float:
         if shape == "constant" or count < decay_start:
             return 1.0
         done = min(1.0, (count - decay_start + decay_offset) / max(1, total_steps - decay_start))
