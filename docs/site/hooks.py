@@ -69,7 +69,7 @@ def _notebook(target: str) -> str:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             here = posixpath.dirname(target)
-            parts.append(_LINK.sub(lambda link, here=here: _from_docs(link, here), source))
+            parts.append(_LINK.sub(lambda link, here=here: _moved(link, here), source))
             continue
         parts.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
@@ -90,16 +90,16 @@ def _with_readme(markdown: str) -> str:
         found = re.search(rf"<!-- {directive[1]} -->\n(.*?)<!-- /{directive[1]} -->", readme, re.DOTALL)
         if found is None:
             raise PluginError(f"README.md has no part between <!-- {directive[1]} --> and <!-- /{directive[1]} -->")
-        return _LINK.sub(_from_docs, found[1])
+        return _LINK.sub(_moved, found[1])
 
     return _README_PART.sub(part, markdown)
 
 
-def _from_docs(link: re.Match[str], folder: str = "") -> str:
-    """A link of a file in `folder`, by default the README's, as it is to stand in a page of docs/."""
+def _moved(link: re.Match[str], folder: str = "", to: str = "docs") -> str:
+    """A link of a file in `folder`, by default the README's, as it is to stand in a page of the folder `to`."""
     if not _is_path(link[1]):
         return link[0]
-    return posixpath.relpath(posixpath.join(folder, link[1]), "docs") + (link[2] or "")
+    return posixpath.relpath(posixpath.join(folder, link[1]), to) + (link[2] or "")
 
 
 def _is_path(link: str) -> bool:
@@ -125,7 +125,7 @@ def _page_of(target: str) -> str:
 
 
 def _source_page(target: str) -> tuple[str, list[str]]:
-    """The Markdown of the page that shows a file or a folder, and what is in the folder."""
+    """The Markdown of the page that shows a file or a folder, and what is in the folder, or linked by the file."""
     path = _ROOT / target
     if path.is_dir():
         children = sorted(f"{target}/{child.name}" for child in path.iterdir() if child.name[0] not in "._")
@@ -133,4 +133,8 @@ def _source_page(target: str) -> tuple[str, list[str]]:
         rows = [f"- [{Path(child).name}]({posixpath.relpath(_page_of(child), here)})" for child in children]
         return "\n".join([f"# {target}/", "", *rows, ""]), children
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        folder, here = posixpath.dirname(target), posixpath.dirname(_page_of(target))
+        shown = _LINK.sub(lambda link: _moved(link, folder, f"docs/{here}"), text)
+        return shown, [file for file in _targets(shown, _page_of(target)) if _outside(file)]
     return f"# {target}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}````\n", []

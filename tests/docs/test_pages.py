@@ -60,7 +60,7 @@ RANKS = {
 }
 NOT_RUN = {
     "installs packages; .ci/run runs it": 3,
-    "takes hours": 1,
+    "takes hours": 2,
     "needs accelerate; tests/docs/test_coming_from.py runs it where it is": 1,
     "needs datasets; tests/data/test_packing.py runs the same where it is": 1,
     "needs deepspeed; tests/docs/test_coming_from.py runs it where it is": 1,
