@@ -21,7 +21,14 @@ _README_PART = re.compile(r"<!-- README: (\w+) -->")
 _SHOWN_BY = {"README.md": "index.md", "examples/tour.ipynb": "tour.md"}  # pages of docs/ that show what is outside
 _NOTEBOOK = re.compile(r"<!-- notebook: (\S+) -->")
 _MENTION = re.compile(r"(?<!\">)<code>docs/([\w-]+)\.md</code>")
-_LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".md": "markdown"}
+_LANGUAGES = {
+    ".diff": "diff",
+    ".json": "json",
+    ".py": "python",
+    ".sh": "bash",
+    ".toml": "toml",
+    ".yaml": "yaml",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
