@@ -238,7 +238,7 @@ def test_the_architectures_files_exist():
         for name in sorted(named)
         if not (ROOT / name).is_file() and not any(path.endswith(f"/{name}") for path in sources)
     ]
-    assert len(named) > 80 and not missing
+    assert len(named) > 20 and not missing
 
 
 # -- the command line --
