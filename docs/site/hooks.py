@@ -1,4 +1,4 @@
-"""What the docs site does beyond MkDocs: parts of the README on the first page, notebooks, and links that leave docs/.
+"""What the docs site does beyond MkDocs: parts of the README, notebooks, links that leave docs/, llms.txt.
 
 Pages link to files of the repository, as ``../examples/offload.py``. In the repository these links work as they are. On
 the site each such file gets a page that shows it, and the links go there.
@@ -20,6 +20,9 @@ _ELSEWHERE = re.compile(r"[a-z]+:|#|/")
 _README_PART = re.compile(r"<!-- README: (\w+) -->")
 _SHOWN_BY = {"README.md": "index.md", "examples/tour.ipynb": "tour.md"}  # pages of docs/ that show what is outside
 _NOTEBOOK = re.compile(r"<!-- notebook: (\S+) -->")
+_LINK_TEXT = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_FIRST = re.compile(r"^# .*\n+((?![#|<!`-]).+?)\n\n", re.MULTILINE | re.DOTALL)
+_PAGES: list[Any] = []  # of the nav
 _MENTION = re.compile(r"(?<!\">)<code>docs/([\w-]+)\.md</code>")
 _LANGUAGES = {
     ".diff": "diff",
@@ -43,6 +46,21 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, _page_of(target), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
         targets |= {child for child in children if files.get_file_from_path(_page_of(child)) is None}
     return files
+
+
+def on_nav(nav: Any, **_: Any) -> None:
+    """Notes the pages that are in the nav, in order."""
+    _PAGES[:] = nav.pages
+
+
+def on_post_build(config: Any) -> None:
+    """Writes ``llms.txt``: the pages in the nav's order, each with its first paragraph."""
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
+    for page in _PAGES:
+        first = _FIRST.search(_LINK_TEXT.sub(r"\1", page.markdown or ""))
+        words = ": " + " ".join(first[1].split()) if first else ""
+        lines.append(f"- [{page.title}]({page.url}){words}")
+    (Path(config["site_dir"]) / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -47,5 +47,6 @@ def test_ledgers_are_as_they_are_printed(
 
 def test_the_page_shows_a_ledger_that_is_kept() -> None:
     shown = next(block for block in blocks("docs/coming-from.md") if block.language == "text")
-    assert (_CONFIGS / "ds.json.ledger").read_text(encoding="utf-8").endswith(shown.code)
+    kept = (_CONFIGS / "ds.json.ledger").read_text(encoding="utf-8")
+    assert {*shown.code.splitlines()} <= {*kept.splitlines(), "  ..."}
     assert len(list(_CONFIGS.glob("*.ledger"))) == 8

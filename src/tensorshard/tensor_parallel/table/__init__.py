@@ -30,9 +30,9 @@ A table names modules and parameters by patterns, and gives each a style. The st
 Tables of models that need more than columns and rows, as the search finds them.
 
 A bias for each head that is passed in (BLOOM, MPT): ``divide(num_heads, input.alibi.0/num_heads)``. Along dimension 0
-the input ``alibi`` has an entry for each of ``num_heads`` heads (or for each sample and head), and each rank takes those
-of its heads. Biases that a block computes and passes on (T5) need no entry. ``input.position_bias.1`` is a learned bias
-for each head in a module that has no attribute for the number of heads (MPNet).
+the input ``alibi`` has an entry for each of ``num_heads`` heads (or for each sample and head), and each rank takes
+those of its heads. Biases that a block computes and passes on (T5) need no entry. ``input.position_bias.1`` is a
+learned bias for each head in a module that has no attribute for the number of heads (MPNet).
 
 Fewer key-value heads than ranks: a rank holds and computes a part of the head that it shares, and these ranks exchange
 their outputs. Llama with 2 key-value heads at ``tp=4``, where 2 ranks share a head:
