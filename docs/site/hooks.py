@@ -21,7 +21,7 @@ _README_PART = re.compile(r"<!-- README: (\w+) -->")
 _SHOWN_BY = {"README.md": "index.md", "examples/tour.ipynb": "tour.md"}  # pages of docs/ that show what is outside
 _NOTEBOOK = re.compile(r"<!-- notebook: (\S+) -->")
 _LINK_TEXT = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-_FIRST = re.compile(r"^# .*\n+((?![#|<!`-]).+?)\n\n", re.MULTILINE | re.DOTALL)
+_FIRST = re.compile(r"\s*# [^\n]*\n+((?![#|<!`-]).+?)\n\n", re.DOTALL)
 _PAGES: list[Any] = []  # of the nav
 _MENTION = re.compile(r"(?<!\">)<code>docs/([\w-]+)\.md</code>")
 _LANGUAGES = {
@@ -57,7 +57,7 @@ def on_post_build(config: Any) -> None:
     """Writes ``llms.txt``: the pages in the nav's order, each with its first paragraph."""
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
     for page in _PAGES:
-        first = _FIRST.search(_LINK_TEXT.sub(r"\1", page.markdown or ""))
+        first = _FIRST.match(_LINK_TEXT.sub(r"\1", page.markdown or ""))
         words = ": " + " ".join(first[1].split()) if first else ""
         lines.append(f"- [{page.title}]({page.url}){words}")
     (Path(config["site_dir"]) / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
