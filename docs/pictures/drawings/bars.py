@@ -50,7 +50,7 @@ def draw_bars(groups: Groups, columns: tuple[str, ...], title: str, left: int = 
         rectangle(150, 17, 14, 14, "peer", corner=2),
         text(171, 29, "others"),
         text(20, 52, "on CPUs; shorter is better; best other = 1", "small"),
-        *(text(x, 52, column, "small") for x, column in zip(places, columns, strict=True)),
+        *(text(x, 52, column, "small") for x, column in zip(places, columns, strict=True) if column),
     ]
     y, words = 84.0, []
     for group, keys in groups:
