@@ -30,3 +30,9 @@ def test_there_are_sixty_questions():
     pages = set(re.findall(r": ([\w-]+\.md)$", _NAV, re.MULTILINE))
     unasked = pages - {answer.partition("#")[0] for answer in QUESTIONS.values()}
     assert unasked <= {"tour.md", "architecture.md", "torch-releases.md"}
+
+
+def test_each_table_of_measurements_is_a_link_away():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    tables = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.md")}
+    assert len(tables) > 15 and tables <= set(re.findall(r"\]\(\.\./benchmarks/results/([\w-]+\.md)\)", pages))
