@@ -129,5 +129,5 @@ def test_the_search_finds_the_answers(built):
 
 
 def _stems(text: str) -> list[str]:
-    """The words of a text, each by its first letters."""
-    return [word[:5] for word in re.findall(r"\w{2,}", re.sub(r"<[^>]*>", " ", text.lower()))]
+    """The words of a text, each by its first letters, without a plural's s."""
+    return [word.rstrip("s")[:6] for word in re.findall(r"\w{2,}", re.sub(r"<[^>]*>", " ", text.lower()))]
