@@ -1,4 +1,4 @@
-"""``python -m benchmarks tables``: writes docs/benchmarks.md, the README's figures and docs/models.md from the results.
+"""``python -m benchmarks tables``: writes the pages of benchmarks/results and the README's figures from the results.
 
 A table stands between ``<!-- benchmark:NAME -->`` and ``<!-- /benchmark -->``, on lines of their own; what
 was there is replaced by one table for each hardware that NAME was run on.
@@ -17,7 +17,7 @@ from benchmarks.registry import Suite
 from benchmarks.suites.museum import write_document as write_exactness
 
 README = Path(__file__).parent.parent / "README.md"
-PAGE = README.parent / "docs" / "benchmarks.md"
+PAGES = sorted(RESULTS.glob("*.md"))
 
 _BLOCK = re.compile(
     r"^<!-- benchmark:(?P<name>[\w-]+) -->\n(?P<table>.*?)^<!-- /benchmark -->$", re.MULTILINE | re.DOTALL
@@ -130,9 +130,10 @@ def _picked(results: Sequence[Results], benchmark: str, title: str, contender: s
 
 def run(arguments: argparse.Namespace) -> int:
     results = [load_results(path) for path in sorted(RESULTS.glob("*.json"))]
-    text = PAGE.read_text()
-    PAGE.write_text(replace_tables(text, results))
-    print(f"{PAGE.name}: {len(_BLOCK.findall(text))} block(s) written from {len(results)} results file(s)")
+    for page in PAGES:
+        text = page.read_text()
+        page.write_text(replace_tables(text, results))
+    print(f"{len(PAGES)} pages written from {len(results)} results file(s)")
     README.write_text(replace_figures(README.read_text(), results))
     print(f"{README.name}: {len(PICKED)} rows of figures")
     print(f"{write_document().name}: written from the results of the models")

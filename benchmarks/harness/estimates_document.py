@@ -1,4 +1,4 @@
-"""The error table of estimates: on the terminal, in a results file, and in docs/estimate.md."""
+"""The error table of estimates: on the terminal, in a results file, and in benchmarks/results/estimates.md."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from benchmarks.harness.hardware import hardware_name, installed_versions
 from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.results import RESULTS
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "estimate.md"
+PAGE = RESULTS / "estimates.md"
 OTHERS = ("MemTracker", "DeepSpeed", "Accelerate")
 
 

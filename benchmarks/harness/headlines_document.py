@@ -1,4 +1,4 @@
-"""The headlines: as tables on the terminal, in a results file, and in docs/estimate.md."""
+"""The headlines: as tables on the terminal, in a results file, and in benchmarks/results/headlines.md."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.zero_table import SIZES, StatesCell
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "estimate.md"
+PAGE = RESULTS / "headlines.md"
 FILE = RESULTS / "estimate" / "headlines.json"
 MB = 1_000_000
 

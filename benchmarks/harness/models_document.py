@@ -1,4 +1,4 @@
-"""The tables of ``docs/models.md``, from the results files."""
+"""The tables of ``benchmarks/results/models.md``, from the results files."""
 
 import re
 from collections import Counter, defaultdict
@@ -8,11 +8,12 @@ from statistics import median
 
 from benchmarks.harness.models_cells import Cell
 from benchmarks.harness.models_results import FamilyResults, load_family
+from benchmarks.harness.results import RESULTS
 from benchmarks.models.case import Case
 from benchmarks.models.plans import PLANS
 from benchmarks.models.registry import FAMILIES, PACKAGES, STOCK, find_cases
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCUMENT = RESULTS / "models.md"
 
 STATUSES = ("exact", "refused", "crashed", "wrong", "hung")
 _BLOCK = re.compile(r"^<!-- models:(?P<name>[\w-]+) -->\n.*?^<!-- /models -->$", re.MULTILINE | re.DOTALL)

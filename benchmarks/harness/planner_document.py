@@ -1,4 +1,4 @@
-"""The results of the planner's benchmark: on the terminal, in a results file, and in docs/planning.md."""
+"""The results of the planner's benchmark: on the terminal, in a results file, and in benchmarks/results/planner.md."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from benchmarks.harness.planner_runs import WORLD, ModelRuns, PlanRun
 from benchmarks.harness.planner_scale import ScaleFinding
 from benchmarks.harness.results import RESULTS
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "planning.md"
+PAGE = RESULTS / "planner.md"
 FILE = RESULTS / "planner" / f"{hardware_name('cpu')}.json"
 
 

@@ -17,7 +17,7 @@ from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.results import RESULTS
 from benchmarks.registry import Suite
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "exactness.md"
+DOCUMENT = RESULTS / "museum.md"
 _FILE = RESULTS / "museum" / "museum.json"
 _PLANTED = RESULTS / "museum" / "planted.json"
 _PLANS: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def _summary(findings: list[Found]) -> str:
 
 
 def write_document() -> Path:
-    """Writes the table of ``docs/exactness.md`` from the results; returns its path."""
+    """Writes the table of ``benchmarks/results/museum.md`` from the results; returns its path."""
     document = json.loads(_FILE.read_text())
     findings = [Found(**one) for one in document["found"]]
     stated = ", ".join(f"{package} {version}" for package, version in document["versions"].items())

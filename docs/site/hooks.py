@@ -1,4 +1,4 @@
-"""What the docs site does beyond MkDocs: parts of the README on the first page, notebooks, and links that leave docs/.
+"""What the docs site does beyond MkDocs: parts of the README, notebooks, links that leave docs/, llms.txt.
 
 Pages link to files of the repository, as ``../examples/offload.py``. In the repository these links work as they are. On
 the site each such file gets a page that shows it, and the links go there.
@@ -20,8 +20,18 @@ _ELSEWHERE = re.compile(r"[a-z]+:|#|/")
 _README_PART = re.compile(r"<!-- README: (\w+) -->")
 _SHOWN_BY = {"README.md": "index.md", "examples/tour.ipynb": "tour.md"}  # pages of docs/ that show what is outside
 _NOTEBOOK = re.compile(r"<!-- notebook: (\S+) -->")
+_LINK_TEXT = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_FIRST = re.compile(r"\s*# [^\n]*\n+((?![#|<!`-]).+?)\n\n", re.DOTALL)
+_PAGES: list[Any] = []  # of the nav
 _MENTION = re.compile(r"(?<!\">)<code>docs/([\w-]+)\.md</code>")
-_LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".md": "markdown"}
+_LANGUAGES = {
+    ".diff": "diff",
+    ".json": "json",
+    ".py": "python",
+    ".sh": "bash",
+    ".toml": "toml",
+    ".yaml": "yaml",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -36,6 +46,21 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, _page_of(target), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
         targets |= {child for child in children if files.get_file_from_path(_page_of(child)) is None}
     return files
+
+
+def on_nav(nav: Any, **_: Any) -> None:
+    """Notes the pages that are in the nav, in order."""
+    _PAGES[:] = nav.pages
+
+
+def on_post_build(config: Any) -> None:
+    """Writes ``llms.txt``: the pages in the nav's order, each with its first paragraph."""
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
+    for page in _PAGES:
+        first = _FIRST.match(_LINK_TEXT.sub(r"\1", page.markdown or ""))
+        words = ": " + " ".join(first[1].split()) if first else ""
+        lines.append(f"- [{page.title}]({page.url}){words}")
+    (Path(config["site_dir"]) / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -69,7 +94,7 @@ def _notebook(target: str) -> str:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             here = posixpath.dirname(target)
-            parts.append(_LINK.sub(lambda link, here=here: _from_docs(link, here), source))
+            parts.append(_LINK.sub(lambda link, here=here: _moved(link, here), source))
             continue
         parts.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
@@ -90,16 +115,16 @@ def _with_readme(markdown: str) -> str:
         found = re.search(rf"<!-- {directive[1]} -->\n(.*?)<!-- /{directive[1]} -->", readme, re.DOTALL)
         if found is None:
             raise PluginError(f"README.md has no part between <!-- {directive[1]} --> and <!-- /{directive[1]} -->")
-        return _LINK.sub(_from_docs, found[1])
+        return _LINK.sub(_moved, found[1])
 
     return _README_PART.sub(part, markdown)
 
 
-def _from_docs(link: re.Match[str], folder: str = "") -> str:
-    """A link of a file in `folder`, by default the README's, as it is to stand in a page of docs/."""
+def _moved(link: re.Match[str], folder: str = "", to: str = "docs") -> str:
+    """A link of a file in `folder`, by default the README's, as it is to stand in a page of the folder `to`."""
     if not _is_path(link[1]):
         return link[0]
-    return posixpath.relpath(posixpath.join(folder, link[1]), "docs") + (link[2] or "")
+    return posixpath.relpath(posixpath.join(folder, link[1]), to) + (link[2] or "")
 
 
 def _is_path(link: str) -> bool:
@@ -125,7 +150,7 @@ def _page_of(target: str) -> str:
 
 
 def _source_page(target: str) -> tuple[str, list[str]]:
-    """The Markdown of the page that shows a file or a folder, and what is in the folder."""
+    """The Markdown of the page that shows a file or a folder, and what is in the folder, or linked by the file."""
     path = _ROOT / target
     if path.is_dir():
         children = sorted(f"{target}/{child.name}" for child in path.iterdir() if child.name[0] not in "._")
@@ -133,4 +158,8 @@ def _source_page(target: str) -> tuple[str, list[str]]:
         rows = [f"- [{Path(child).name}]({posixpath.relpath(_page_of(child), here)})" for child in children]
         return "\n".join([f"# {target}/", "", *rows, ""]), children
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        folder, here = posixpath.dirname(target), posixpath.dirname(_page_of(target))
+        shown = _LINK.sub(lambda link: _moved(link, folder, f"docs/{here}"), text)
+        return shown, [file for file in _targets(shown, _page_of(target)) if _outside(file)]
     return f"# {target}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}````\n", []

@@ -32,23 +32,21 @@ def test_a_peers_lines_run(peer: str, tmp_path: Path) -> None:
     assert len(losses) == 2 and all(0.5 < loss < 3 for loss in losses), ran.stdout + ran.stderr
 
 
-def _ledgers() -> list[tuple[str, int, str, str]]:
-    """The files on the page, for how many ranks, their lines and the ledger below them."""
-    text = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
-    fence = r"```text\n(.*?)```\s+"
-    found = re.findall(rf"<!-- ledger: (\S+) (\d+) -->\s+{fence}{fence}", text, re.DOTALL)
-    return [(name, int(ranks), lines, ledger) for name, ranks, lines, ledger in found]
+_CONFIGS = ROOT / "examples" / "configs_of_others"
 
 
+@pytest.mark.parametrize("ledger", sorted(path.name for path in _CONFIGS.glob("*.ledger")))
 def test_ledgers_are_as_they_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ledger: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert len(_ledgers()) == 8
-    text = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
-    for name, content in re.findall(r"With `(\S+)` beside it,\s+which is `(.*?)`", text):
-        Path(name).write_text(content)
-    for name, ranks, lines, ledger in _ledgers():
-        Path(name).write_text(lines)
-        cli.main(["import", name, "--world-size", str(ranks)])
-        assert capsys.readouterr().out.startswith(ledger), name
+    monkeypatch.chdir(_CONFIGS)
+    command, printed = Path(ledger).read_text(encoding="utf-8").split("\n", 1)
+    cli.main(command.removeprefix("$ tensorshard ").split())
+    assert capsys.readouterr().out.startswith(printed)
+
+
+def test_the_page_shows_a_ledger_that_is_kept() -> None:
+    shown = next(block for block in blocks("docs/coming-from.md") if block.language == "text")
+    kept = (_CONFIGS / "ds.json.ledger").read_text(encoding="utf-8")
+    assert {*shown.code.splitlines()} <= {*kept.splitlines(), "  ..."}
+    assert len(list(_CONFIGS.glob("*.ledger"))) == 8

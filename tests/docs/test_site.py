@@ -1,9 +1,12 @@
 """The docs site: its check finds what is wrong, its API reference has every public name, and it builds."""
 
+import json
+import math
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from importlib import import_module, util
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 import tensorshard as ts
 from browser import find_browser, look_at_pages
 from check_site import check_files
-from pages import ROOT
+from pages import QUESTIONS, ROOT
 
 _API = sorted((ROOT / "docs" / "api").glob("*.md"))
 _ENTRY = re.compile(r"^::: (\S+)\n    options: \{ heading: (\S+), toc_label: (\S+) \}$", re.MULTILINE)
@@ -88,10 +91,43 @@ def test_every_public_name_is_in_the_reference():
         assert getattr(import_module(place), name) is getattr(import_module(module), defined), heading
 
 
-@pytest.mark.skipif(util.find_spec("mkdocs") is None, reason='needs ".[docs]"; .ci/run builds it always')
-def test_the_site_builds(tmp_path):
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert built.returncode == 0, built.stderr
-    assert check_files(tmp_path / "site") == []
-    assert shutil.which("chromium") is None or not look_at_pages(find_browser(), tmp_path / "site", ["index.html"])
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The site."""
+    if util.find_spec("mkdocs") is None:
+        pytest.skip('needs ".[docs]"; .ci/run builds it always')
+    site = tmp_path_factory.mktemp("built") / "site"
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    found = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr
+    return site
+
+
+def test_the_site_builds(built):
+    assert check_files(built) == []
+    assert shutil.which("chromium") is None or not look_at_pages(find_browser(), built, ["index.html"])
+    pages = re.findall(r"^- \[.+\]\((\S+)\): .{20}", (built / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(pages) > 30 and all((built / page).is_file() for page in pages)
+
+
+def test_the_search_finds_the_answers(built):
+    sections = json.loads((built / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    own = [one for one in sections if not one["location"].startswith(("source/", "api/"))]
+    indexed = [(one["location"].partition("#")[0], _stems(one["title"]), Counter(_stems(one["text"]))) for one in own]
+    known = Counter(stem for _, title, text in indexed for stem in {*title, *text})
+    missed = {}
+    for question, answer in QUESTIONS.items():
+        asked = {stem: math.log(len(indexed) / known[stem]) for stem in _stems(question) if stem in known}
+        scores: dict[str, float] = {}  # the best section of each page
+        for page, title, text in indexed:
+            score = sum(rare * (2 * (stem in title) + text[stem] / (text[stem] + 1)) for stem, rare in asked.items())
+            scores[page] = max(scores.get(page, 0), score)
+        first = sorted(scores, key=scores.__getitem__, reverse=True)[:8]
+        if answer.partition("#")[0].replace(".md", ".html") not in first:
+            missed[question] = first
+    assert not missed
+
+
+def _stems(text: str) -> list[str]:
+    """The words of a text, each by its first letters, without a plural's s."""
+    return [word.rstrip("s")[:6] for word in re.findall(r"\w{2,}", re.sub(r"<[^>]*>", " ", text.lower()))]

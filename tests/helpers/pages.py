@@ -1,11 +1,14 @@
-"""The blocks of code in README and docs."""
+"""The blocks of code in README and docs, and the questions that the docs answer."""
 
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+QUESTIONS: dict[str, str] = tomllib.loads((ROOT / "tests/docs/questions.toml").read_text(encoding="utf-8"))
+"""What people ask, and the page of docs/, with a heading's anchor, that answers."""
 
 _FENCE = re.compile(r"^( *)```(\w*)\s*$")
 _NOT_RUN = re.compile(r"^ *<!-- not run: (.+) -->$")

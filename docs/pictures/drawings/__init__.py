@@ -47,7 +47,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
 }
 if _groups := bar_groups():
     DRAWINGS["bars.svg"] = partial(
-        draw_bars, _groups, ("step time", "peak memory"), "Step time and peak memory beside the peers"
+        draw_bars, _groups, ("",), "Step time and peak memory beside the best of the others", 245, 130
     )
 if _groups := checkpoint_groups():
     DRAWINGS["checkpoints.svg"] = partial(

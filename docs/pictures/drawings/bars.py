@@ -5,14 +5,13 @@ from typing import Any
 
 from drawings.svg import RESULTS, rectangle, svg, text
 
-_SHOWN = (  # benchmark, group, the memory that is shown
-    ("zero", "60M parameters, ZeRO 2", "steady_peak_bytes"),
-    ("zero", "60M parameters, ZeRO 3", "steady_peak_bytes"),
-    ("tensor", "Llama 512, 2 layers, 1024 tokens", "peak_bytes"),
-    ("pipeline", "8 MLP blocks, 4 ranks", None),
-    ("heads", "1 million classes, one process", "peak_bytes"),
+_SHOWN = (  # benchmark, group, what of tensorshard's, key, how it is called
+    ("zero", "60M parameters, ZeRO 3", "tensorshard zero=3", "step_seconds", "step time"),
+    ("zero", "60M parameters, ZeRO 3", "tensorshard zero=3", "steady_peak_bytes", "peak memory"),
+    ("tensor", "Llama 512, 2 layers, 1024 tokens", "tensorshard tp=2", "step_seconds", "step time"),
+    ("tensor", "Llama 512, 2 layers, 1024 tokens", "tensorshard tp=2", "peak_bytes", "peak memory"),
 )
-_LEFT, _WIDE, _BAR, _ROW = 300, 180, 12, 19  # pixels: of the names, of the longest bar, of a bar's height, of a row
+_BAR, _ROW = 12, 19  # pixels: of a bar's height, of a row
 _NUMBER = 50  # pixels: behind a bar
 
 Groups = list[tuple[dict[str, Any], tuple[str | None, ...]]]
@@ -20,13 +19,16 @@ Groups = list[tuple[dict[str, Any], tuple[str | None, ...]]]
 
 
 def bar_groups() -> Groups:
-    """Step time and memory of what is trained."""
-    return [
-        (group, ("step_seconds", memory))
-        for name, title, memory in _SHOWN
-        for group in _groups(name)
-        if group["title"] == title
-    ]
+    """Step time and memory of two plans, each beside the best of the others."""
+    found: Groups = []
+    for name, title, ours, key, called in _SHOWN:
+        for group in _groups(name):
+            if group["title"] == title:
+                rows = [row for row in group["rows"] if key in row["values"]]
+                best = min((r for r in rows if not r["ours"]), key=lambda r: r["values"][key]["median"])
+                shown = [next(row for row in rows if row["contender"] == ours), best]
+                found.append(({"title": f"{title}: {called}", "rows": shown}, (key,)))
+    return found
 
 
 def checkpoint_groups() -> Groups:
@@ -39,17 +41,18 @@ def _groups(name: str) -> list[dict[str, Any]]:
     return [group for path in paths for group in json.loads(path.read_text(encoding="utf-8"))["groups"]]
 
 
-def draw_bars(groups: Groups, columns: tuple[str, ...], title: str) -> str:
-    """Each of `columns` of every contender of `groups`; a group's longest bars are equally long."""
-    places = [_LEFT + place * (_WIDE + _NUMBER + 20) for place in range(len(columns))]
+def draw_bars(groups: Groups, columns: tuple[str, ...], title: str, left: int = 300, wide: int = 180) -> str:
+    """Each of `columns` of every contender of `groups`; a group's longest bars are `wide`, and begin at `left`."""
+    places = [left + place * (wide + _NUMBER + 20) for place in range(len(columns))]
     shapes = [
         rectangle(20, 17, 14, 14, "ours", corner=2),
         text(41, 29, "tensorshard"),
         rectangle(150, 17, 14, 14, "peer", corner=2),
         text(171, 29, "others"),
-        *(text(x, 29, f"{column}, best other = 1", "small") for x, column in zip(places, columns, strict=True)),
+        text(20, 52, "on CPUs; shorter is better; best other = 1", "small"),
+        *(text(x, 52, column, "small") for x, column in zip(places, columns, strict=True) if column),
     ]
-    y, words = 62.0, []
+    y, words = 84.0, []
     for group, keys in groups:
         rows = [row for row in group["rows"] if row["values"]]
         shapes.append(text(20, y, group["title"], "strong"))
@@ -63,11 +66,12 @@ def draw_bars(groups: Groups, columns: tuple[str, ...], title: str) -> str:
                 best = min(other["values"][key]["median"] for other in rows if not other["ours"])
                 most = max(other["values"][key]["median"] for other in rows)
                 value = row["values"][key]["median"]
-                wide = max(1.0, round(value / most * _WIDE, 1))
+                long = max(1.0, round(value / most * wide, 1))
                 ratio = f"{value / best:.2f}" if value / best >= 0.005 else "below 0.01"
-                shapes += [rectangle(x, y, wide, _BAR, kind), text(round(x + wide + 6, 1), y + 10.5, ratio, "tiny")]
+                shapes += [rectangle(x, y, long, _BAR, kind), text(round(x + long + 6, 1), y + 10.5, ratio, "tiny")]
                 if row["ours"] and column == columns[0]:
-                    words.append(f"{group['title']}: {row['contender']}, {column}, {ratio} of the best other's")
+                    said = ", ".join(filter(None, (row["contender"], column)))
+                    words.append(f"{group['title']}: {said}, {ratio} of the best other's")
             y += _ROW
         y += 24
-    return svg(places[-1] + _WIDE + _NUMBER + 30, round(y - 14), title, "; ".join(words), shapes)
+    return svg(places[-1] + wide + _NUMBER + 30, round(y - 14), title, "; ".join(words), shapes)
