@@ -100,7 +100,7 @@ class ModelRandomness:
         self._drawn: dict[int, tuple[Any, int, torch.Tensor | None, Box]] = {}  # by tickets: what was drawn
         self._sites: dict[Any, dict[Site, Kinds]] = {}  # by the signature of the inputs
         self._alike: dict[Site, Kinds] = {}  # of the same place in another block
-        self._tried: list[tuple[Any, dict[str, bool]]] = []  # signatures, and which modules were in training
+        self._tried: list[tuple[str, Any, dict[str, bool]]] = []  # parts, signatures, which modules were in training
         self._tried_modes: set[tuple[bool, bool]] = set()
         self._routed: dict[Any, dict[Site, Routed]] = {}  # by the signature of the inputs
         self._rows: list[Rows] = []  # of the modules that run, and have or get chosen rows
