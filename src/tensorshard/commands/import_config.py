@@ -135,7 +135,7 @@ def _yaml(ledger: Any, path: Path) -> str:
 
     config = get_config("hf.py")
     with open_dict(config):
-        config.text.files = "???"
+        config.text.files = config.model.pretrained = "???"
         config.train.plan = {"_target_": "tensorshard.plan.plan.Plan", **ledger.plan}
         names = {key for key in ledger.settings if key.startswith("optimizer.")}
         if names:
