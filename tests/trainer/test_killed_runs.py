@@ -37,3 +37,9 @@ def test_the_page_has_the_figures_of_the_script() -> None:
     kills, found = results["tensorshard"]["kills"], results["tensorshard"]["found after a kill"]
     assert kills == found["whole"] + found["nothing yet"]
     assert f"killed {kills:,} times" in page
+    kills, found = results["dcp"]["kills"], results["dcp"]["found after a kill"]
+    unreadable = sum(count for state, count in found.items() if state.startswith("unreadable"))
+    mixed = found["loads, and mixes two saves"]
+    assert found["whole"] + found["nothing yet"] + unreadable + mixed == kills
+    page = " ".join(page.split())
+    assert f"left nothing that loads {unreadable} times in {kills}, and tensors of two saves {mixed} times" in page

@@ -278,7 +278,7 @@ TABLE: dict[str, Rule] = {
            unneeded("it tunes torchtitan's own way of working"), "parallelism."),
     "activation_checkpoint._target_": Rule(str, _policy),
     "optimizer._target_": Rule(str, lambda r, v: (
-        (REFUSED, "updates come after the whole gradient, whose norm is clipped") if "Backward" in v
+        (REFUSED, "updates come after the whole gradient, whose norm is clipped") if "InBackwardContainer" in v
         else (NOT_NEEDED, "its arguments say which optimizer it is"))),
     "optimizer.param_groups": Rule(list, _group),
     "optimizer.betas": to("optimizer.betas", list),
