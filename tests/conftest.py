@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -98,6 +99,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.slow)
     first = int(_FROM * len(items))
     items[:] = items[first:] + items[:first]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and need not be searched for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _cases_named(name: str, cases: list[pytest.Item], test: str, selected: bool) -> list[pytest.Item]:

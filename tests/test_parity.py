@@ -126,7 +126,7 @@ def bf16_alone(ranks):
     return run
 
 
-@pytest.mark.fast_cases("gpt-2-zero0")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BF16)
 def test_bf16_is_as_near_to_fp32_as_one_process_is(ranks, bf16_alone, case):
     """Which way a sum of 8-bit numbers rounds differs with the order of its terms, and training amplifies it. So how

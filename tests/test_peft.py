@@ -304,7 +304,7 @@ def test_attention_of_a_mixture_whose_experts_are_split(ranks, fields):
         assert name not in whole or ".experts." not in name
 
 
-@pytest.mark.fast_cases("linear-zero3", "experts-zero1", "IA3-tp", "several-pp", "integers-zero3")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_under_every_plan(ranks, kind, plan):
@@ -377,7 +377,7 @@ def _half_alone(narrow: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.fast_cases("False-bf16-3", "False-bf16-1")
+@pytest.mark.fast_cases("False-bf16-3")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("narrow", [False, True])
@@ -450,7 +450,7 @@ def _steps(engine: ts.Engine, steps: range) -> list[float]:
     return [engine.step({"input_ids": batch[:, :-1]}, batch[:, 1:]).item() for batch in batches]
 
 
-@pytest.mark.fast_cases("saved-zero3-zero1")
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["zero0", "zero1", "zero3", "tp", "pp", "offload"])
 @pytest.mark.parametrize("written", ["zero0", "zero1", "zero3", "tp", "pp", "offload"])
 @pytest.mark.parametrize("kind", ["linear", "saved"])
@@ -554,6 +554,7 @@ def _loading_quantized(path: str) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_read_under_another_plan(ranks, tmp_path):
     loss, other = ranks(2, _loading_quantized, str(tmp_path / "checkpoint"))[0]
     assert other == pytest.approx(loss, rel=1e-5)

@@ -32,6 +32,7 @@ SLOW = {("Teacher", "pp"), ("OtherWeights", "pp"), ("ActivationOfAll", "pp")}
 CELLS = [(model, plan) for model in MODELS for plan in PLANS]
 
 
+@pytest.mark.fast_cases("ActivationOfAll-zero3", "Mapped-pp", "WritesItsWeight-pp")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [pytest.param(*cell, marks=pytest.mark.slow if cell[1] not in FAST or cell in SLOW else ()) for cell in CELLS],

@@ -13,6 +13,7 @@ _BATCH = {"inputs": torch.randn(8, 16), "targets": torch.randn(8, 4)}
 _HOW = {"optimizer": partial(torch.optim.AdamW, lr=1e-2), "loss_fn": nn.functional.mse_loss, "steps": 2}
 
 
+@pytest.mark.slow
 def test_an_exact_plan_passes_and_has_a_hash() -> None:
     found = assert_exact(partial(nn.Linear, 16, 4), ts.Plan(zero=2), **_BATCH, **_HOW)
     assert found.ranks == 2 and len(found.hash) == 16

@@ -37,6 +37,7 @@ def _on_ranks(builder: str, options: dict[str, Any]) -> dict[str, Any]:
     return _measured(builder, options, torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "options", "world_size", "held", "error"),
     [

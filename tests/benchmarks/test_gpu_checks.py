@@ -28,6 +28,7 @@ def test_every_check_has_its_function():
         assert len({check.name for check in checks}) == len(checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

@@ -87,6 +87,7 @@ def _gathers(record: Record, first: int, last: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_a_forward_begins_before_the_weights_of_all_blocks_are_there():
     record, _ = _recorded(dict(zero=1))
     before, begin, end = _last_steps(record)

@@ -46,6 +46,7 @@ def _load_and_train(fields: dict, path: str, before: int, after: int) -> list[fl
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "written",
     [

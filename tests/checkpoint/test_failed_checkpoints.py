@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 import parity
@@ -36,6 +37,7 @@ def _loaded(path: str) -> tuple[str, bool]:
     return message, same and engine.step_count == 0 and engine.optimizer.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_changes_nothing(ranks, tmp_path):
     sgd, adamw = str(tmp_path / "sgd"), tmp_path / "adamw"
     ranks(2, _saved, SGD, sgd)

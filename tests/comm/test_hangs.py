@@ -78,6 +78,7 @@ _FAST = ("dies",)
 _BOUND = 30.0  # seconds from the hang to the end of the rank that waited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k in _FAST else pytest.param(k, marks=pytest.mark.slow) for k in _CAUSES])
 def test_each_hang_is_named(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -46,6 +46,7 @@ def test_rank_0_writes_it_and_the_others_a_line(ranks):
     assert second == "ValueError, as on rank 0\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_launcher_reports_one_cause(tmp_path, processes):
     script = tmp_path / "script.py"

@@ -259,6 +259,7 @@ print(ts.notebook_launch(on_rank, ranks=2))
 """
 
 
+@pytest.mark.slow
 def test_ranks_forked_after_a_world_has_ended_join_their_own(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(_FORKS_AFTER_A_WORLD)

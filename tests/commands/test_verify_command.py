@@ -36,6 +36,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_an_exact_plan_is_said_to_be_and_written(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +49,7 @@ def test_an_exact_plan_is_said_to_be_and_written(
     assert kept["exact"] and kept["hash"] in printed
 
 
+@pytest.mark.slow
 def test_what_differs_is_named_and_the_exit_status_is_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(config).write_text(_CONFIG.replace("LazyCall(GPT)", "LazyCall(Uneven)"))
     assert cli.main(["verify", config, "--world-size", "2", "--steps", "1"]) == 1

@@ -34,6 +34,7 @@ def _ours(
     return peer_scripts.run(name, given, _IMPORTS, TENSORSHARD_PLAN=str(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "ranks_of_data", "arguments"),
     [

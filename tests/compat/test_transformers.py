@@ -44,6 +44,7 @@ def _assert_same(found: dict[str, Any], theirs: dict[str, Any], bound: float = 1
     assert found["calls"] == theirs["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "world", "data_ranks", "arguments"),
     [
@@ -57,10 +58,6 @@ def _assert_same(found: dict[str, Any], theirs: dict[str, Any], bound: float = 1
         pytest.param({"zero": 3, "tp": 2}, 4, 2, {"optim": "adafactor"}, id="zero 3, tp 2, adafactor"),
     ],
 )
-@pytest.mark.slow_cases(
-    "zero 1, an epoch cuts steps short", "tp 2, grouped by length", "zero 2, label smoothing", "zero 0, no clipping",
-    "pp 2, zero 1, four micro-batches", "zero 3, tp 2, adafactor",
-)  # fmt: skip
 def test_losses_rates_norms_and_weights_are_those_of_transformers(ranks, tmp_path, plan, world, data_ranks, arguments):
     theirs = _theirs(tmp_path / "theirs", per_device_train_batch_size=8, **arguments)
     size = 8 // data_ranks
@@ -71,6 +68,7 @@ def test_losses_rates_norms_and_weights_are_those_of_transformers(ranks, tmp_pat
     parity.assert_same_state(*map(safetensors.torch.load_file, files), 1e-4)
 
 
+@pytest.mark.slow
 def test_evaluation_checkpoints_and_resumption_are_those_of_transformers(ranks, tmp_path):
     """Metrics of whole samples, callbacks in their order, a run that goes on from a checkpoint on other ranks."""
     options = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 10}

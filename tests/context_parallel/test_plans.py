@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases("gpt-cp2-zero3", "llama-cp2-zero3-full")
+@pytest.mark.fast_cases("gpt-cp2-zero3")
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = CASES[case]
@@ -127,6 +127,7 @@ def _train_in_rounds(kind: str, fields: dict[str, Any], neighbours: int) -> dict
 _start = ContextGroup.start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world_size", "neighbours", "fields"),
     [
@@ -178,7 +179,7 @@ def _own_loop(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tens
     return losses, engine.full_state_dict()
 
 
-@pytest.mark.slow_cases("{'cp': 2, 'zero': 1}")
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(cp=2, zero=1), dict(cp=2, zero=3)], ids=str)
 def test_a_loop_of_ones_own(ranks, fields):
     expected, state = ranks(1, _own_loop, dict(zero=0))[0]

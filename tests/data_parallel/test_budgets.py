@@ -86,6 +86,7 @@ def _counts_of(model: Any, loss_fn: Any, batch: Any, fields: dict[str, Any], bac
         return _counted(lambda: engine.step(*batch()))
 
 
+@pytest.mark.slow_cases("3-{'zero': 0}", "8-{'zero': 3}", "6-{'zero': 2}", "6-{'zero': 1}")
 @pytest.mark.parametrize(
     ("budget", "fields"),
     [
@@ -102,6 +103,16 @@ def test_operators_for_each_parameter(budget, fields):
     assert _engine_counts(32, **fields).operators.total() - plain <= budget * parameters
 
 
+@pytest.mark.slow_cases(
+    "nccl-20-{'zero': 0}",
+    "nccl2-50-{'zero': 1, 'dp_replicate': 2, 'dp_shard': 4}",
+    "nccl-lazy-50-{'zero': 1, 'dp_replicate': 2, 'dp_shard': 4}",
+    "nccl-50-{'zero': 1, 'dp_replicate': 2, 'dp_shard': 4}",
+    "nccl-lazy-40-{'zero': 1}",
+    "nccl2-20-{'zero': 0}",
+    "nccl2-40-{'zero': 1}",
+    "nccl-lazy-20-{'zero': 0}",
+)
 @pytest.mark.parametrize(
     ("budget", "fields"),
     [(20, dict(zero=0)), (40, dict(zero=1)), (50, dict(zero=1, dp_replicate=2, dp_shard=4))],
@@ -173,6 +184,7 @@ def test_backward_goes_on_between_the_two_sums_of_hybrid_sharding():
         assert "aten.mm.default" in kinds[first:second], kinds
 
 
+@pytest.mark.slow
 def test_on_a_gpu_an_update_is_launched_before_its_check_is_read(monkeypatch):
     monkeypatch.setattr(gradients, "_reads_later", lambda _: True)
     order = _engine_counts(32, zero=1, precision="fp16").order
@@ -207,6 +219,11 @@ class _Own(nn.Module):
         return _Doubled.apply(x)
 
 
+@pytest.mark.slow_cases(
+    "<class 'torch.nn.modules.batchnorm.BatchNorm1d'>-allreduce_coalesced-{'zero': 0}",
+    "<class 'torch.nn.modules.batchnorm.BatchNorm1d'>-scatter-{'zero': 1, 'dp_replicate': 2}",
+    "<class 'torch.nn.modules.batchnorm.BatchNorm1d'>-scatter-{'zero': 1, 'micro_batches': 2}",
+)
 @pytest.mark.parametrize(
     ("between", "reduction", "fields"),
     [

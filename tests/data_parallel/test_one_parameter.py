@@ -99,6 +99,7 @@ def _clamped(zero: int, own_loop: bool, micro_batches: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in engine.model.parameters()]).clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_what_flows_through_backward_is_what_flows_on_one_process(ranks, own_loop, micro_batches):
@@ -126,6 +127,7 @@ def _overflows(zero: int, size: float) -> list[float]:
     return scales
 
 
+@pytest.mark.slow
 def test_the_scale_that_overflows_is_that_of_one_process(ranks):
     expected = ranks(1, _overflows, 0, 60.0)[0]
     assert expected[0] < 2.0**16, expected
@@ -166,7 +168,7 @@ def _hooked(fields: dict[str, Any], own_loop: bool) -> torch.Tensor:
     return torch.cat([*(p.detach().flatten() for p in engine.model.parameters()), torch.tensor(seen)])
 
 
-@pytest.mark.fast_cases("fields0", "fields3", "fields4")
+@pytest.mark.fast_cases("fields0-step", "fields0-loop")
 @pytest.mark.parametrize("own_loop", [False, True], ids=["step", "loop"])
 @pytest.mark.parametrize(
     "fields", [dict(zero=0), dict(zero=1), dict(zero=2), dict(zero=3), dict(zero=3, tp=2), dict(zero=0, tp=2)]
@@ -289,6 +291,7 @@ def _read_by_one(what: str) -> None:
         engine.step(*own_shard(engine, *_batch()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [pytest.param("steps", marks=pytest.mark.slow), "ends"])
 def test_a_weight_that_one_rank_reads_alone_is_named(ranks, what):
     with pytest.raises(RankError, match=r"rank 0 read a weight of 'blocks.1' at test_one_parameter.py:\d+, and zero=3"):
@@ -310,6 +313,7 @@ def _by_groups_of_the_script(fields: dict[str, Any]) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in engine.model.parameters()]).clone()
 
 
+@pytest.mark.slow
 def test_groups_may_hold_the_parameters_of_the_scripts_own_model(ranks):
     expected = ranks(1, _by_groups_of_the_script, dict(zero=0))[0]
     for fields in (*(dict(zero=zero) for zero in LEVELS), dict(tp=2)):

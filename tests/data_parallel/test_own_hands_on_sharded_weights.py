@@ -299,6 +299,7 @@ def _name(value: Any) -> str:
     return value.__name__.strip("_") if callable(value) else str(value)
 
 
+@pytest.mark.fast_cases("named_parts-{}")
 @pytest.mark.parametrize("fields", [dict(), pytest.param(dict(dp_replicate=2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=_name)
 def test_the_numbers_of_one_process(ranks, scenario, fields):

@@ -121,7 +121,7 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.fast_cases("{}")
+@pytest.mark.fast_cases("layer drop-{}", "skipped late-{}")
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("name", ROUTES)
 def test_parts_that_call_different_blocks(ranks, name, fields):

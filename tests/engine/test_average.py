@@ -124,6 +124,7 @@ def test_it_is_what_one_process_averages(ranks, tmp_path, plan, kind):
     assert len({logits for *_, logits in found}) == 1
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_it_for_other_plans(ranks, tmp_path):
     _, average, _, _ = ranks(2, _averaged, dict(zero=3), "ema", tmp_path)[0]
     state, updates, refusals = ranks(2, _loaded, dict(zero=1), tmp_path)[0]
@@ -174,6 +175,7 @@ def _grown_under(fields: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     return _grown(None if fields is None else parity.make_engine("gpt", fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_what_is_unfrozen_joins_it(ranks, plan):
     size, fields = PLANS[plan]

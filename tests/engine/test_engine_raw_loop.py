@@ -106,6 +106,7 @@ def _after_failures(fields: dict[str, Any], places: list[str]) -> list[tuple[flo
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_failed_step_leaves_nothing_behind(ranks, level):
     losses = ranks(2, _after_failures, dict(zero=level), ["in forward"] * 2)[0]

@@ -99,7 +99,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow_cases("{'zero': 3, 'micro_batches': 2, 'recompute': 'full'}")
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_a_step_that_failed_on_every_rank_is_as_if_it_had_not_been(ranks, fields):
     failures = [(0, "forward"), (2, "backward"), (1, "backward"), (0, "backward"), (1, "forward")]

@@ -106,9 +106,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.fast_cases(
-    "{'zero': 1}", "{'zero': 3, 'precision': 'bf16', 'recompute': 'full'}", "{'pp': 2, 'micro_batches': 2}"
-)
+@pytest.mark.fast_cases("{'zero': 1}")
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_an_infinite_gradient_changes_nothing_on_any_rank(ranks, fields):
     for messages, same, losses, expected in ranks(2, _steps, fields):

@@ -147,6 +147,7 @@ def _trained_by(fields: dict[str, Any], early: bool) -> tuple[list[Any], dict[st
         return found, {name: to_local(value) for name, value in state.items()}, taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

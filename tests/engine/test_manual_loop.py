@@ -80,6 +80,7 @@ def _under_all_plans() -> list[tuple]:
     return [(loop(fields), "precision" in fields and _stepped(fields)) for loop, fields in _PLANS]
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_exact_under_every_plan(ranks):
     model = Regular()
     list(plain_loop(model, ADAMW(model.parameters()), [[data(step)] for step in range(2)], clip=_CLIP))
@@ -104,6 +105,7 @@ def _gpt_under_tp() -> list[dict[str, torch.Tensor]]:
     return [_gpt(dict(tp=2, micro_batches=2)), _gpt(dict(tp=2, micro_batches=2, precision="bf16"))]
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_is_exact_with_tokens_that_vary(ranks):
     expected = parity.reference("gpt", clip=0.5, steps=2)["state"]
     fp32, bf16 = ranks(2, _gpt_under_tp)[0]

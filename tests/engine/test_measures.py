@@ -168,6 +168,7 @@ def _losses(fields: dict[str, Any], counts: bool) -> list[float]:
     return [*found, engine.grad_norm]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("fields", [dict(zero=3), dict(zero=1, micro_batches=3), dict(tp=2, micro_batches=3)], ids=str)
 def test_backward_returns_what_one_process_prints(ranks, fields, counts):

@@ -91,6 +91,7 @@ def _swapped_under(plans: list[dict[str, Any]]) -> list[Any]:
     return [_weights_swapped(fields) for fields in plans]
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights(ranks):
     (losses, (average, _)), *others = ranks(2, _swapped_under, [dict(zero=0), dict(zero=1), dict(zero=3)])[0]
     assert losses[0] == losses[2] != losses[1]

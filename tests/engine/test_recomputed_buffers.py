@@ -68,9 +68,7 @@ def _train(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]
     return losses, engine.full_state_dict() | own, late
 
 
-@pytest.mark.fast_cases(
-    "{'zero': 0}-selective", "{'zero': 3, 'micro_batches': 2}-full", "{'zero': 0, 'precision': 'bf16'}-full"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize(
     "fields",

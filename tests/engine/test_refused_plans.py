@@ -114,6 +114,7 @@ def _refused(what: str, wrap: str) -> tuple[str, bool, bool, bool, list[float], 
     return message, same, equal, called == [1], losses, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["module", pytest.param("callable", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_refused_module_is_as_it_was_and_good_for_another_plan(ranks, what, wrap):

@@ -136,6 +136,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANS)
 def test_every_plan_draws_as_one_process(ranks, case):
     size, fields = PLANS[case]
@@ -152,6 +153,7 @@ def test_loops_of_ones_own_draw_as_one_process(ranks, case):
     assert means == pytest.approx(_plain(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(ranks, tmp_path):
     path = str(tmp_path / "checkpoint")
     losses = ranks(2, _resume, path, dict(tp=2), 0, 2)[0]
@@ -234,6 +236,7 @@ def _losses_that_draw(fields: dict[str, Any], of_model: bool, net: type[nn.Modul
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "of_model"),
     [
@@ -248,6 +251,7 @@ def test_loss_functions_that_draw(ranks, case, of_model):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["2-zero1-micro2", "2-pp-micro2"])
 def test_losses_that_draw_of_models_that_do_not(ranks, case):
     size, fields = PLANS[case]
@@ -337,7 +341,7 @@ def _checks_itself(fields: dict[str, Any], reentrant: bool | None) -> list[float
     return losses
 
 
-@pytest.mark.fast_cases("False-fields0", "False-fields2")
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(), dict(tp=2), dict(tp=2, random="by_rank")])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_function_that_is_recomputed_without_its_module(ranks, fields, reentrant):

@@ -61,7 +61,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases("zero3-output")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_sample_is_compared_with_all(ranks, plan, kind):
@@ -88,6 +88,7 @@ def _by_hand(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
     return engine.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(zero=3), pytest.param(dict(zero=0), marks=pytest.mark.slow)], ids=str)
 def test_a_loop_of_ones_own_takes_ranks_of_different_sizes(ranks, fields):
     expected = ranks(1, _by_hand, dict(zero=0))[0]
@@ -110,6 +111,7 @@ def _refusals() -> list[str]:
     return [str(outside.value), str(scalar.value), *found]
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_says_so(ranks):
     words = ("gather_samples(tensor, engine.mesh)", "losses of reduction='none'", "output: ", "model: ")
     for found in ranks(2, _refusals):
@@ -143,6 +145,7 @@ def _compared(fields: dict[str, Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_forwards_that_gather_samples(ranks):
     expected = ranks(1, _compared, dict(zero=0))[0]
     for fields in (dict(zero=1), dict(zero=3), dict(tp=2), dict(pp=2, micro_batches=1, pp_schedule="gpipe")):

@@ -91,6 +91,7 @@ def _taken(loader: EngineLoader, batches: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow_cases("2-Stateful")
 @pytest.mark.parametrize("kind", [Numbers, Stateful])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_resumed_stream_repeats_and_drops_nothing(kind: type[Numbers], workers: int) -> None:

@@ -194,7 +194,7 @@ def _lone_call(kind: str) -> tuple[str, float]:
     return message, time.monotonic() - started
 
 
-@pytest.mark.fast_cases("engine.save")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mean of split logits", "ranks out of step", *_LONE])
 def test_a_call_that_one_rank_makes_alone_names_itself_within_the_timeout(ranks, kind):
     found = ranks(2, _lone_call, kind)

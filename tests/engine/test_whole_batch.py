@@ -61,7 +61,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases("zero1-micro2")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_losses_that_models_of_transformers_balance_routers_by(ranks, plan):
     model, losses = mixtral(), []
@@ -246,6 +246,7 @@ def _train_last_batch(micro_batches: int) -> tuple[list[float], dict[str, torch.
     return losses, engine.full_state_dict()
 
 
+@pytest.mark.slow
 def test_a_sample_that_stands_in_is_in_no_function_of_the_batch(ranks):
     """The last batch has one sample, and the second rank none."""
     [(losses, state)] = ranks(1, _train_last_batch, 1)

@@ -5,6 +5,7 @@ import pytest
 from scripts import run_example
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "options"), [(2, ["--cp", "2"]), (4, ["--cp", "2", "--tp", "2"])])
 def test_losses_are_those_of_one_process(ranks, size, options):
     short = ["--length", "256", "--steps", "3"]

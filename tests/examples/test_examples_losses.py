@@ -5,6 +5,7 @@ import pytest
 from scripts import run_example
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options"),
     [(2, ["--zero", "3"]), pytest.param(4, ["--zero", "3", "--tp", "2"], marks=pytest.mark.slow)],

@@ -28,7 +28,7 @@ def _losses(printed: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss \w*\s*([\d.]+)", printed)]
 
 
-@pytest.mark.fast_cases("dpo-zero3-tp")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_one_process(ranks, case):
     name, size, options = CASES[case]

@@ -5,7 +5,7 @@ import pytest
 from scripts import run_example
 
 
-@pytest.mark.slow_cases("ep2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options"),
     [pytest.param(2, ["--ep", "2"], id="ep2"), pytest.param(4, ["--ep", "2", "--pp", "2"], id="ep2-pp2")],

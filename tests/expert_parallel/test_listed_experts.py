@@ -138,7 +138,7 @@ def _reference(build: Callable[[], nn.Module] = _mixture) -> tuple[list[float], 
     return losses, model.state_dict()
 
 
-@pytest.mark.fast_cases("ep2-zero3")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", _PLANS)
 def test_training_is_exact(ranks, plan):
     world_size, fields = _PLANS[plan]
@@ -339,7 +339,7 @@ _NOISY_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases("ep2", "dp2-zero3-micro")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", _NOISY_PLANS)
 def test_numbers_of_experts_belong_to_tokens(ranks, plan):
     """Noise of the router, dropout of the shared expert, and of the routed ones."""

@@ -32,6 +32,7 @@ def _estimated(**fields: Any) -> Any:
     return estimate.ranks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sequence_parallel", "collective"),
     [
@@ -48,6 +49,7 @@ def test_no_product_and_no_sum_over_ranks_is_computed_again(sequence_parallel, c
     assert sent[0] == sent[1] < sent[2]
 
 
+@pytest.mark.slow_cases("{'tp': 2, 'sequence_parallel': True}")
 @pytest.mark.parametrize("fields", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
 def test_a_block_keeps_its_input_and_all_products_but_the_last(fields):
     split = fields.get("tp", 1)

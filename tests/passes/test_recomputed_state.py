@@ -355,13 +355,14 @@ def _compare(ranks, name, fields, mode, **options):
             torch.testing.assert_close(value, other_state[key], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("Spiking-full", "ClassAttribute-full")
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*KINDS, "Enclosing"])
 def test_state_is_what_it_was(ranks, name, mode):
     _compare(ranks, name, dict(zero=1, micro_batches=2), mode)
 
 
-@pytest.mark.fast_cases("Spiking")
+@pytest.mark.fast_cases("{'tp': 2}-Spiking")
 @pytest.mark.parametrize("name", ["Spiking", "SpikingInPlace", "Counting", "Appending", "WithObject", "SetFromOutside"])
 @pytest.mark.parametrize(
     "fields",
@@ -561,6 +562,7 @@ def _sequences(mode):
     return [engine.step(tokens, tokens).item() for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_with_sequences_split(ranks, mode):
     assert ranks(2, _sequences, mode)[0] == pytest.approx(ranks(2, _sequences, "none")[0], rel=1e-6)

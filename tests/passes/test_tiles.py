@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases("llama-cp2-zigzag-full")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = CASES[case]

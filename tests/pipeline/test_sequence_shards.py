@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.fast_cases("gpt-three-blocks-interleaved", "vit-of-an-odd-length")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_stages_that_send_shards_train_as_one_process_does(ranks, case):
     kind, world_size, fields = CASES[case]
@@ -35,6 +35,7 @@ def test_stages_that_send_shards_train_as_one_process_does(ranks, case):
     parity.assert_same(found[0], expected, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_messages_and_what_is_kept_are_shards(recompute):
     def of(*, sequence_parallel: bool) -> Any:

@@ -69,7 +69,7 @@ def _estimated(world: int, fields: dict[str, Any], model: str = "gpt") -> ts.Est
     )
 
 
-@pytest.mark.fast_cases("zero 1, bf16", "tp", "pp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_says_what_the_ledger_of_a_real_run_says(ranks, plan):
     world, fields = PLANS[plan]

@@ -67,6 +67,7 @@ def _passing(rank: Any) -> int:
     return sum(size for name, size in rank.by_category.items() if name not in lasting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "length"),
     [(SMALL, 32), pytest.param({}, 256, marks=pytest.mark.slow)],  # the second has 124M parameters

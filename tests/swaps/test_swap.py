@@ -373,7 +373,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases("zero 3")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANS)
 def test_every_plan_trains_the_swapped_model_as_one_process_trains_the_original(ranks, case):
     world, fields = PLANS[case]

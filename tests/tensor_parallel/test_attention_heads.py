@@ -28,7 +28,7 @@ CASES = [
 # Of each model and size of tp, with sequence parallelism and without, one stays that is not slow.
 
 
-@pytest.mark.fast_cases("mixtral-2-{'tp': 2}")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world_size", "fields"), CASES, ids=str)
 def test_parity_with_one_process(ranks, kind, world_size, fields):
     expected = parity.reference(kind, CLIP)
@@ -97,6 +97,7 @@ def test_a_checkpoint_of_shared_heads_is_read_at_other_sizes(ranks, tmp_path):
         parity.assert_same(found, {"losses": whole["losses"][1:], "state": whole["state"]}, 1e-5)
 
 
+@pytest.mark.slow
 def test_wrong_tables_are_refused_by_the_numbers():
     attention = "transformer.h.*.self_attention"
     table = _table("bloom", 2)

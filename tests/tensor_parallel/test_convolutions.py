@@ -111,7 +111,7 @@ def test_most_weights_are_split(kind, size):
     assert table(kind, size).split_share >= LEAST_SHARES[kind]
 
 
-@pytest.mark.fast_cases("tp2-basic", "tp2-efficient", "tp2-wavenet", "tp2-volumes", "tp2_recompute-basic")
+@pytest.mark.fast_cases("tp2-efficient")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_training_as_one_process_does(ranks, name, kind):
     world_size, fields = PLANS[name]

@@ -150,6 +150,7 @@ class Features(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_refused(ranks):
     plan = dict(tp=2, sequence_parallel=True)
     message = ranks(2, _refusal, Features, plan, torch.zeros(4, 8))[1]
@@ -195,6 +196,7 @@ def _checkpointed(reentrant: bool, fields: dict[str, Any]) -> list[float] | str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_reentrant_checkpoints_of_the_models_own_are_refused(ranks):
     fields = dict(tp=2, sequence_parallel=True)
     assert ranks(2, _checkpointed, False, fields)[0] == pytest.approx(ranks(1, _checkpointed, False, {})[0], rel=1e-5)

@@ -58,6 +58,7 @@ TABLES: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.slow_cases("scan")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_what_is_split(kind):
     found = find_tensor_plan(build(kind), 2, inputs=batch(0)[0])

@@ -261,7 +261,7 @@ def write(change: Callable[[nn.Module, dict[str, Any]], None], fields: dict[str,
     return distance(engine, alone)
 
 
-@pytest.mark.fast_cases("clamp", "from_vector", "some_entries", "kept_views")
+@pytest.mark.fast_cases("some_entries")
 @pytest.mark.parametrize("change", WRITES)
 def test_a_write(ranks, change):
     assert ranks(2, write, change, dict(tp=2))[0] < 2e-5
@@ -431,7 +431,7 @@ def test_transforms_of_torch_func_are_refused(ranks):
 # -- with ZeRO 3, too --
 
 
-@pytest.mark.slow_cases("some_entries")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -464,12 +464,14 @@ def refusal(call: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("penalty", [squares, head_alone])
 def test_a_penalty_with_shards(ranks, penalty, own_loop):
     assert max(ranks(4, penalize, penalty, dict(tp=2, zero=3), own_loop)[0]) < 2e-5
 
 
+@pytest.mark.slow
 def test_gradients_by_hand_of_shards(ranks):
     assert ranks(4, differentiate, by_hand, dict(tp=2, zero=3))[0] < 2e-5
 

@@ -77,6 +77,7 @@ with StopRequest() as stop:
 """
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_ends_the_process_at_once_and_a_repeated_sigterm_does_not() -> None:
     process = subprocess.Popen([sys.executable, "-c", _STUBBORN], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

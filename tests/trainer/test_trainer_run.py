@@ -134,6 +134,7 @@ def _losses(directory: Path) -> dict[int, float]:
     return {int(line["step"]): line["loss"] for line in read_metrics(directory / "metrics.jsonl")}
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_config_metrics_logs_and_checkpoints(ranks: RankPool, config: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     best = "train.save_best=lowest val_error"
@@ -257,6 +258,7 @@ def _flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_damaged_newest_checkpoint_is_passed_over(
     ranks: RankPool, config: Path, tmp_path: Path, world_size: int

@@ -99,6 +99,7 @@ def _assert_runs(small: Shrunk) -> nn.Module:
     return model
 
 
+@pytest.mark.slow_cases("text and image", "layers of two types")
 @pytest.mark.parametrize("case", CASES)
 def test_models_of_transformers_get_smaller_in_every_way(case: str) -> None:
     *_, expected = CASES[case]

@@ -52,7 +52,7 @@ def _verify(plan: ts.Plan, model: Any = Transformer, **options: Any) -> ts.Verif
     return ts.verify(model, plan, **given)
 
 
-@pytest.mark.fast_cases("zero3, clipped")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -118,6 +118,7 @@ def test_the_page_and_the_dict(tmp_path):
     assert _verify(ts.Plan(zero=2), steps=1).hash != found.hash
 
 
+@pytest.mark.slow
 def test_a_module_stays_as_it_was():
     model = Transformer()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -137,6 +138,7 @@ class OnlyAdds(nn.Module):
         return x + self.weight
 
 
+@pytest.mark.slow
 def test_what_is_refused():
     with pytest.raises(ValueError, match="nothing of this OnlyAdds can be split over 2 ranks"):
         _verify(

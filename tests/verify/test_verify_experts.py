@@ -148,7 +148,7 @@ def _verify(plant: Callable[[Any], None], fields: dict[str, Any]) -> ts.Verifica
         )
 
 
-@pytest.mark.slow_cases("zero3-micro2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [dict(zero=1, micro_batches=2, clip_grad_norm=0.1), dict(zero=3, micro_batches=2)],

@@ -101,6 +101,7 @@ def _assert_named(found: list[tuple[str, int, Any]], buffer: str, steps: int = 0
         assert step == steps
 
 
+@pytest.mark.fast_cases("replaced-center-0")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("way", "buffer"), [("mean", "center"), ("counts", "count"), ("replaced", "center"), ("data", "center")]

@@ -146,6 +146,7 @@ def test_every_way_that_a_sample_can_depend_on_others_is_seen(ranks, way, fields
         assert "module 'coupled' (Coupled), by" in message
 
 
+@pytest.mark.slow
 def test_what_a_forward_leaves_for_the_next_micro_batch_is_refused(ranks):
     for fields in (dict(micro_batches=2), dict(pp=2, micro_batches=2)):
         world_size = 2 if "pp" in fields else 1

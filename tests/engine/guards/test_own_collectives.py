@@ -65,9 +65,9 @@ def _run(fields: dict[str, Any], calls: str, own_loop: bool = False) -> str:
 TP = dict(tp=2, tp_plan={"blocks.0": "colwise_gather"})
 
 
+@pytest.mark.fast_cases("reduce_scatter-False", "allreduce-False")
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("calls", _CALLS)
-@pytest.mark.fast_cases("allreduce-False", "all_gather-True", "reduce_scatter-False")
 def test_a_call_for_all_ranks_under_tp_is_refused(ranks, calls, own_loop):
     for message in ranks(2, _run, TP, calls, own_loop):
         found = re.search(

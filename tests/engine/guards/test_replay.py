@@ -72,8 +72,8 @@ def _losses(fields: dict, replays: bool) -> tuple[list[float], dict[str, torch.T
     return losses, engine.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.fast_cases("zero0", "zero3-recompute", "pp", "tp")
 def test_training_goes_on_to_the_bit_as_without_it(ranks, plan):
     world_size, fields = PLANS[plan]
     found, expected = (ranks(world_size, _losses, fields, replays) for replays in (True, False))
@@ -129,10 +129,10 @@ def _faulty(fields: dict, fault, backward: bool) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("fault", [_flip_a_bit, _add, _write_behind])
 @pytest.mark.parametrize("plan", ["zero0", "zero3-recompute", "tp", "hybrid"])
-@pytest.mark.fast_cases("zero0-_write_behind-forward", "zero3-recompute-_add-forward", "tp-_flip_a_bit-backward")
 def test_the_faulty_rank_is_named_on_all_ranks(ranks, plan, fault, backward):
     world_size, fields = PLANS[plan]
     for said in ranks(world_size, _faulty, fields, fault, backward):

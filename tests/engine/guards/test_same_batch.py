@@ -43,6 +43,7 @@ def _calls(fields: dict[str, Any], odd: int) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "fields", "axes"),
     [

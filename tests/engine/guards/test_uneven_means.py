@@ -76,6 +76,7 @@ def _said(fields: dict[str, Any], by_hand: bool = False) -> dict[str, list[str]]
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "fields", "by_hand", "counts"),
     [
@@ -150,6 +151,7 @@ def alone():
     return losses
 
 
+@pytest.mark.fast_cases("llama-1-{'micro_batches': 4}")
 @pytest.mark.parametrize(
     ("size", "fields"),
     [

@@ -89,7 +89,7 @@ def _cases() -> list[Any]:
     return cases
 
 
-@pytest.mark.slow_cases("tp_zero3-eight_bits")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan, kind", _cases())
 def test_20_steps_are_those_of_one_process(ranks, plan, kind):
     world_size, fields = PLANS[plan]

@@ -43,6 +43,7 @@ def _train(group_size: int) -> None:
             torch.testing.assert_close(full(getattr(head, name)), value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "group_size"), WORLDS)
 def test_it_trains_as_a_linear_layer(ranks, world_size, group_size):
     ranks(world_size, _train, group_size)

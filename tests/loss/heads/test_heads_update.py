@@ -100,6 +100,7 @@ def test_cosines_and_kept_logits(margin, keep, monkeypatch):
         _assert_equal(linear, optimizer, head)
 
 
+@pytest.mark.slow
 def test_with_a_backbone_recomputed_and_compiled():
     torch.manual_seed(0)
     backbone = nn.Linear(4, 5)

@@ -13,6 +13,7 @@ SAMPLES, LENGTH, WIDTH, LAYERS, RANKS = 16, 512, 128, 8, 4
 UNDER_WAY = 4  # messages of a stage at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
 def test_a_stage_keeps_the_inputs_of_its_blocks_and_a_few_messages(schedule, stages):
     plan = ts.Plan(

@@ -71,6 +71,7 @@ def _first_block_is_wider() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "sequence_parallel"),
     [

@@ -60,6 +60,7 @@ def _recorded(masks: list[torch.Tensor], p: float, x: torch.Tensor) -> torch.Ten
     return x * mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dropout_differs_where_activations_do_and_agrees_elsewhere(ranks, sequence_parallel):
     fields = dict(tp=2, sequence_parallel=sequence_parallel)

@@ -119,7 +119,7 @@ def _check(ranks: Any, kind: str, fields: dict[str, Any], folder: Path) -> Any:
     return alone
 
 
-@pytest.mark.fast_cases("{'zero': 3}", "lora-{'tp': 2}")
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 @pytest.mark.parametrize("kind", ["lora", "saved"])
 def test_adapters_are_those_of_one_process(ranks, tmp_path, kind, fields):
@@ -218,7 +218,7 @@ def _load(kind: str, folder: str, fields: dict[str, Any]) -> dict[str, torch.Ten
     return {**state, "loss": loss}
 
 
-@pytest.mark.fast_cases("prompt-{'zero': 3}", "saved-{'pp': 2, 'micro_batches': 2}")
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", PLANS[:6], ids=str)
 @pytest.mark.parametrize("kind", ["lora", "saved", "several", "prompt", "tied"])
 def test_an_engine_reads_what_peft_has_written(ranks, tmp_path, kind, fields):

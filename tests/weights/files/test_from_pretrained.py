@@ -30,6 +30,7 @@ def _train(directory: Path, fields: dict[str, Any], out: Path | None) -> tuple[f
     return loss.item(), engine.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fields", "size"),
     [
