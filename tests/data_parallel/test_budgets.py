@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import tensorshard as ts
 from tensorshard.data_parallel import published_weights
@@ -192,6 +193,23 @@ def test_on_a_gpu_an_update_is_launched_before_its_check_is_read(monkeypatch):
     (read,) = (place for place, name in enumerate(order) if name == "aten._local_scalar_dense.default")
     gathers = [place for place, name in enumerate(order) if "gather" in name and name.startswith("c10d")]
     assert update < read < min(gathers)  # what ranks wrote is compared before they have each other's weights
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("full", 2)])
+def test_messages_of_routed_experts(recompute, forwards):
+    """Of a layer: how many rows, the rows with their experts and weights, and back. Backward sends two more."""
+
+    def build() -> nn.Module:
+        config = MixtralConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            num_local_experts=8, vocab_size=16,
+        )  # fmt: skip
+        return MixtralForCausalLM(config)
+
+    inputs = dict(zip(("input_ids", "labels"), _batch(), strict=True))
+    count = _counts_of(build, ts.model_loss, lambda: (inputs, None), dict(ep=8, zero=0, recompute=recompute))
+    messages = sum(number for name, number in count.messages.items() if "alltoall" in name)
+    assert messages == 2 * (3 * forwards + 2), count.messages
 
 
 def _blocks(between: Any) -> nn.Module:

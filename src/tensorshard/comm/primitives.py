@@ -174,26 +174,26 @@ def all_to_all_dims(
 
 
 def start_exchange(
-    outgoing: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup
+    outgoing: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup
 ) -> Callable[[], list[torch.Tensor]]:
     """Starts sending ``outgoing[r]`` to rank r. Ranks may exchange any amounts.
 
     Args:
-        outgoing: for each rank, a flat tensor of the type of `like`.
+        outgoing: for each rank, flat tensors of the type of `like`, which travel one after the other.
         sizes: how many elements each rank sends to this one.
 
     Returns:
         A function that waits, and returns what each rank has sent.
     """
     _announce("exchange", like.new_empty(0), group)
-    message = torch.cat(list(outgoing))
+    message = torch.cat([part for parts in outgoing for part in parts] or [like.new_empty(0)])
     incoming = like.new_empty(sum(sizes))
     itemsize = like.element_size()
     work = dist.all_to_all_single(  # as bytes: Gloo does not know every type
         incoming.view(torch.uint8),
         message.view(torch.uint8),
         [size * itemsize for size in sizes],
-        [part.numel() * itemsize for part in outgoing],
+        [sum(part.numel() for part in parts) * itemsize for parts in outgoing],
         group=group,
         async_op=True,
     )

@@ -76,7 +76,7 @@ class ContextGroup:
 
         def exchange(pieces: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Finish:
             sizes = [torch.Size(shape).numel() for shape in shapes]
-            finish = start_exchange([piece.reshape(-1) for piece in pieces], sizes, pieces[0], process_group)
+            finish = start_exchange([[piece.reshape(-1)] for piece in pieces], sizes, pieces[0], process_group)
             return lambda: [part.view(shape) for part, shape in zip(finish(), shapes, strict=True)]
 
         return cls(process_group.rank(), process_group.size(), exchange, _neighbours(process_group))

@@ -319,9 +319,8 @@ class Owners:
         if not travels:
             return _nothing
         some = parts[names[0]][0]
-        messages = [torch.cat(tensors) if tensors else some.new_empty(0) for tensors in outgoing]
         sizes = [sum(shape.numel() for _, shape in views) for views in arriving]
-        finish = start_exchange(messages, sizes, some, self._group)
+        finish = start_exchange(outgoing, sizes, some, self._group)
 
         def unpack() -> None:
             for message, views in zip(finish(), arriving, strict=True):

@@ -182,11 +182,17 @@ def _compute(
     tokens: torch.Tensor = given[0]
     rows, ranks = tokens.reshape(-1, tokens.size(-1)), group.size()
     sent, received = [len(rows)] * ranks, exchange_sizes(len(rows), group, torch.device("cpu"))
-    everyone = exchange_rows(rows.repeat(ranks, 1), sent, received, group)
+    source = current_randomness()
+    numbered = None if source is None else source.rows or source.rows_of_samples(tokens)
+    outgoing = [rows.repeat(ranks, 1), *([] if numbered is None else [numbered.numbers.repeat(ranks)])]
+    everyone, *numbers = exchange_rows(outgoing, sent, received, group)
     everyone = everyone.view(*(1 for _ in range(experts.dims - 2)), *everyone.shape)
     call = partial(forward, **{next(iter(kwargs)): everyone}) if kwargs else partial(forward, everyone)
     seed = draw_seed(group) if experts.draws else None
-    with _numbered(tokens, everyone, sent, received, group):
+    of_tokens: AbstractContextManager[None] = nullcontext()
+    if source is not None and numbered is not None:
+        of_tokens = source.rows_are(everyone, *numbers, numbered.per_sample)
+    with of_tokens:
         with switch.set(True, seed, tokens.device), _drawn_again():
             result = call()
         with switch.set(False, seed, tokens.device):
@@ -202,7 +208,7 @@ def _compute(
         if not leaf.is_floating_point():
             return flat.split(received)[group.rank()].view(shape)
         part = flat - besides.flatten(0, leading - 1) * ((ranks - 1) / ranks)
-        back = exchange_rows(part, received, sent, group)
+        (back,) = exchange_rows([part], received, sent, group)
         return back.view(ranks, len(rows), *flat.shape[1:]).sum(0).view(shape)
 
     return tree_map(finish, result)
@@ -211,22 +217,6 @@ def _compute(
 def _drawn_again() -> AbstractContextManager[None]:
     source = current_randomness()
     return nullcontext() if source is None else source.repeated()
-
-
-def _numbered(
-    tokens: torch.Tensor,
-    everyone: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
-) -> AbstractContextManager[None]:
-    """Around what is computed of the tokens of all ranks: random numbers belong to tokens."""
-    source = current_randomness()
-    if source is None:
-        return nullcontext()
-    rows = source.rows or source.rows_of_samples(tokens)
-    numbers = exchange_rows(rows.numbers.repeat(group.size()), sent, received, group)
-    return source.rows_are(everyone, numbers, rows.per_sample)
 
 
 # -- which modules have lists of experts --

@@ -170,9 +170,8 @@ def _compute(
     tokens, choices, weights = call.bind(module, args, kwargs)
     routes = Routes(choices, call.experts // group.size(), group.size())
     sent, received = exchange_counts(routes.counts, choices.numel(), group)
-    rows = exchange_rows(tokens[routes.tokens], sent, received, group)
-    experts = exchange_rows(routes.experts, sent, received, group)
-    row_weights = exchange_rows(routes.arrange(weights), sent, received, group)
+    outgoing = [tokens[routes.tokens], routes.experts, routes.arrange(weights)]
+    rows = exchange_rows(outgoing, sent, received, group)
     with call.local(module, group.size()):
-        results = compute_rows(forward, call, rows, experts, row_weights)
-    return routes.add_up(exchange_rows(results, received, sent, group))
+        results = compute_rows(forward, call, *rows)
+    return routes.add_up(*exchange_rows([results], received, sent, group))

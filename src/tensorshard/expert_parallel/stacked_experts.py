@@ -161,10 +161,11 @@ def _compute(
     ranks, experts = group.size(), call.experts // group.size()
     each = len(tokens) // ranks
     sent, received = exchange_counts(torch.full((ranks,), each, device=tokens.device), len(tokens), group)
-    rows = exchange_rows(tokens, sent, received, group)
+    (rows,) = exchange_rows([tokens], sent, received, group)
     by_rank = [part.view(experts, -1, *rows.shape[1:]) for part in rows.split(received)]
     lengths = [part.size(1) for part in by_rank]
     with call.local(module, ranks):
         results = call.run(forward, {call.tokens: torch.cat(by_rank, 1).flatten(0, 1)})
     parts = results.view(experts, -1, *results.shape[1:]).split(lengths, 1)
-    return exchange_rows(torch.cat([part.flatten(0, 1) for part in parts]), received, sent, group)
+    (own,) = exchange_rows([torch.cat([part.flatten(0, 1) for part in parts])], received, sent, group)
+    return own
