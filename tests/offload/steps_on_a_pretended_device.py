@@ -27,6 +27,7 @@ from tensorshard.engine import manual_forwards, pipeline_step, step
 from tensorshard.parallelize import build, stages
 from tensorshard.pipeline.run import cut_cache
 from tensorshard.predict.estimate import fake_world
+from tensorshard.torch_private import process_groups
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.process_groups import group_device
 
@@ -140,7 +141,7 @@ def _pretend(stack: ExitStack, world_size: int) -> None:
         (build, "kept_random_state", lambda _: nullcontext()),
         (build, "check_supported", lambda *_: None),
         (cut_cache, "_autocast", lambda _: None),
-        (collectives, "backend_name", lambda *_: NAME),  # torch has no backend for the device
+        *((module, "backend_name", lambda *_: NAME) for module in (collectives, process_groups)),  # torch has none
         *((module, "autocast", lambda *_: nullcontext()) for module in (step, pipeline_step, stages, manual_forwards)),
     ]
     for module, name, value in replaced:
