@@ -240,13 +240,18 @@ def _unknown(table: Table, key: str, value: Any, program: str) -> str:
     if _plain(key) in spellings:
         return f"nobody knows this key; {program} writes it {spellings[_plain(key)]!r}"
     first = key.partition(".")[0]
-    groups = [pattern for pattern in known if f".{first}." in f".{pattern}." and not pattern.startswith(first)]
-    for near in (pattern for pattern in known if _plain(pattern.rpartition(".")[2]) == last):
-        if near.partition(".")[0] != first or "." not in key:
-            groups.append(near)
-    ends = [pattern for pattern in groups if f".{pattern}".endswith(f".{key}")] or groups
-    if ends:
-        return f"the key is at the wrong place: here it does nothing in {program} either; move it to {ends[0]!r}"
+    places = [pattern for pattern in known if f".{first}." in f".{pattern}." and not pattern.startswith(first)]
+    same = [pattern for pattern in known if _plain(pattern.rpartition(".")[2]) == last]
+    same = [pattern for pattern in same if pattern.partition(".")[0] != first or "." not in key]
+    places += same if len(same) == 1 or "." not in key else []  # several, as of "enable", say nothing
+    ends = [
+        pattern
+        for pattern in (*places, *same)
+        if f".{pattern}".endswith(f".{key}") or f".{key}".endswith(f".{pattern}")
+    ]
+    if ends or places:
+        place = (ends or places)[0]
+        return f"the key is at the wrong place: here it does nothing in {program} either; move it to {place!r}"
     lasts = {_plain(pattern.rpartition(".")[2]): pattern for pattern in known}
     near = difflib.get_close_matches(_plain(key), spellings, n=1, cutoff=0.6)
     near = [spellings[word] for word in near] or [

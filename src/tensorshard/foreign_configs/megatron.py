@@ -97,11 +97,13 @@ def _counted(what: str, target: str) -> Rule:
     def act(reading: Reading, value: int) -> Outcome:
         size = reading.number("global_batch_size", 0)
         length = reading.number("seq_length", 0) if what == "tokens" else 1
+        if value == 0:
+            return to(target, None).act(reading, 0)
         if not size or not length:
             needed = "--global-batch-size" + (" and --seq-length" if what == "tokens" else "")
             return REFUSED, f"{what} become steps by {needed}, which is not given; set it, as KEY=VALUE"
-        steps = int(value // (size * length))
-        reading.settings[target] = min(max(1, steps), reading.settings.get(target, steps)) if value else 0
+        steps = max(1, int(value // (size * length)))
+        reading.settings[target] = min(steps, reading.settings.get(target, steps))
         return TRANSLATED, f"{target}={reading.settings[target]} ({value} {what} / {size * length:.0f} a step)"
 
     return Rule(int, act)
@@ -217,7 +219,10 @@ _LISTED: Table = {
 
 _FORKS: Table = {
     "deepspeed": unneeded("the sharding is in the file of --deepspeed-config, and in --zero-stage", _FLAG),
-    "deepspeed_config": different("its zero_optimization counts there: import that file as well, or give zero_stage=LEVEL"),
+    "deepspeed_config": Rule(None, lambda r, v: (
+        (DIFFERENT, "--zero-stage says what is sharded; import that file as well to see the rest of it") if "zero_stage" in r.values
+        else (REFUSED, "its zero_optimization says what is sharded: import that file as well, and give zero_stage=LEVEL"))),
+    "moe_expert_parallel_size": degree("ep"),
     "zero_stage": to("train.plan.zero", (0, 1, 2, 3)),
     "ds_sequence_parallel_size": degree("cp"),
     "train_tokens": _counted("tokens", "train.steps"),
@@ -225,6 +230,10 @@ _FORKS: Table = {
     "lr_warmup_tokens": _counted("tokens", "schedule.warmup"),
     "cpu_optimizer": _flag("train.plan.offload", {"optimizer": "cpu", "gradients": "cpu"}),
     "no_pipeline_parallel": unneeded("train.plan.pp=1 is no pipeline", _FLAG),
+    **each("task epochs train_data valid_data", refused("it belongs to a script of Megatron's tasks/, which is not read", None, ())),
+    "encoder_seq_length": to("text.context_length", int),
+    **each("decoder_seq_length retriever_* indexer_* evidence_data_path bert_load", different(MODEL)),
+    **each("activations_checkpoint_method activations_checkpoint_num_layers", different("every block is recomputed")),
     **each("kd kd_* load_teacher *_teacher mos", refused("distillation: write the loss with both models in a Python config")),
     **each("random_ltd data_efficiency_curriculum_learning ds_sequence_parallel_fpdt", refused(
         "it is not there; take the flag out")),
@@ -270,7 +279,7 @@ TABLE: Table = {
     "micro_batch_size": to("batch.micro", int),
     "global_batch_size": to("batch.global", int),
     "rampup_batch_size": refused("batches have one size throughout"),
-    "train_iters": to("train.steps", int),
+    "train_iters": Rule(int, lambda r, v: to("train.steps", None).act(r, min(v, r.settings.get("train.steps", v)))),
     "train_samples": _counted("samples", "train.steps"),
     "seq_length": to("text.context_length", int),
     "seed": to("train.seed", int),
@@ -347,8 +356,13 @@ TABLE: Table = {
     "rlhf_*": refused("reinforcement learning is not there"),
     **_FORKS,
     "command **": different("another command of the script; its arguments are not looked at"),
-    "if **": refused(
-        "the script goes one way or the other by this, and it is not known: set its variable, as NAME=VALUE"
+    **dict.fromkeys(
+        ("if **", "case **"),
+        refused(
+            "the script goes one way or the other by this, and it is not known: set its variable, as NAME=VALUE",
+            None,
+            (),
+        ),
     ),
 }
 

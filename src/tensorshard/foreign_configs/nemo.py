@@ -116,6 +116,9 @@ _OWN: Table = {
     "model.data.train_ds.max_seq_length": to("text.context_length", int),
     "model.data.train_ds.micro_batch_size": to("batch.micro", int),
     "model.data.train_ds.global_batch_size": to("batch.global", int),
+    "trainer.accumulate_grad_batches": Rule(int, lambda r, v: (
+        (NOT_NEEDED, "micro-batches follow from model.global_batch_size") if r.get("model.global_batch_size")
+        else to("batch.accumulate", None).act(r, v))),
     "model.seed": to("train.seed", int),
     "model.activations_checkpoint_granularity": RECOMPUTE,
     **each("model.activations_checkpoint_* model.num_micro_batches_with_partial_activation_checkpoints",

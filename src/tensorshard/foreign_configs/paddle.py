@@ -1,5 +1,7 @@
 """Paddle's YAML, as PaddleFleetX has it."""
 
+import math
+
 from tensorshard.foreign_configs.ledger import (
     DIFFERENT,
     NOT_NEEDED,
@@ -57,8 +59,11 @@ def _stage(reading: Reading, value: int) -> Outcome:
 def _sharding_degree(reading: Reading, value: int) -> Outcome:
     if value <= 1:
         return NOT_NEEDED, "nothing is sharded"
-    if reading.get("Distributed.dp_degree") is None:
-        reading.settings["train.plan.dp_replicate"] = -1  # all ranks that are left
+    if reading.get("Distributed.dp_degree") is None and reading.world_size:  # dp takes the ranks that are left
+        others = math.prod(
+            int(reading.number(f"Distributed.{name}", 1)) for name in ("mp_degree", "pp_degree", "sep_degree")
+        )
+        reading.settings["train.plan.dp_replicate"] = max(1, reading.world_size // (value * others))
     return to("train.plan.dp_shard", None).act(reading, value)
 
 

@@ -1,5 +1,7 @@
 """The kinds of rules that tables are made of, and what several programs' tables say alike."""
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -135,9 +137,10 @@ def schedule(names: Mapping[str, str]) -> Rule:
 
 def ranks(reading: Reading, each_node: str, nodes: str) -> None:
     """Takes the number of processes from the file: those of a node, by the number of nodes, where both are numbers."""
-    here, machines = reading.number(each_node, 0), reading.number(nodes, 0 if nodes in reading.values else 1)
-    if reading.world_size is None and here >= 1 and machines >= 1:
-        reading.world_size = int(here * machines)
+    given = [str(reading.values.get(key, default)) for key, default in ((each_node, 0), (nodes, 1))]
+    found = [re.match(r"[1-9]\d*(?=\s|$)", number) for number in given]
+    if reading.world_size is None and all(found):
+        reading.world_size = math.prod(int(match[0]) for match in found if match)
 
 
 def imply_little(reading: Reading) -> None:

@@ -1,8 +1,10 @@
 """Launch scripts, read and never run: their variables, arrays and branches followed, to the arguments of one command."""
 
+import fnmatch
 import re
 import shlex
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
@@ -16,6 +18,7 @@ LAUNCHER = (
 )
 """Options of torchrun, Slurm and other launchers."""
 
+_NAME = re.compile(r"\$\{?(\w+)")
 _ASSIGN = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)$")
 
 
@@ -28,14 +31,22 @@ def arguments(text: str, given: Mapping[str, str], known: Container[str] = ()) -
     """
     text = re.sub(r"\\\r?\n", " ", text)
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
+    text = re.sub(r"\$\((?!\()[^()]*\)", "$(COMMAND)", text)  # what it prints is not known
+    text = re.sub(r"`[^`]*`", lambda match: "$(COMMAND)" if " " in match[0] else match[0], text)
     text = re.sub(r"\(([^()]*)\)", lambda match: "(" + match[1].replace("\n", " ") + ")", text)
     text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)  # as many words as the array has
-    variables, branches = dict(given), _Branches()
+    text = re.sub(r"(?ms)^\s*case\s.*?^\s*esac\b", _arms_apart, text)
+    text = re.sub(r"(?m);[ \t]*(then|do|else|elif|fi|done|esac)\b", r"\n\1", text)
+    text = re.sub(r"(?m)^([ \t]*(?:then|else|do))[ \t]+(?=\S)", r"\1\n", text)
+    text = re.sub(r"(?m)(?<=\w)(\+?=[^\s;\"'()]*)[ \t]*;", r"\1\n", text)  # A=1; B=2
+    variables, branches, uses = dict(given), _Branches(), dict[str, set[str]]()
     lines = []
     for line in _joined(text):
+        match = _ASSIGN.match(line)
+        if match:
+            uses.setdefault(match[1], set()).update(_NAME.findall(match[3]))
         if branches.take(line, variables):
             continue
-        match = _ASSIGN.match(line)
         if match:
             name, more, value = match.groups()
             value = value.strip()
@@ -53,48 +64,93 @@ def arguments(text: str, given: Mapping[str, str], known: Container[str] = ()) -
     counts = [sum(name in known for name in options) for options in read]
     main = counts.index(max(counts))
     others = {f"command {number + 1}": " ".join(commands[number][:8]) for number in range(len(read)) if number != main}
-    return {**read[main], **others, **branches.undecided}
+    return {**read[main], **others, **branches.that_matter(lines, uses)}
+
+
+def _arms_apart(block: re.Match[str]) -> str:
+    """A ``case`` with its patterns, its commands and the ``;;`` between them on lines of their own."""
+    return re.sub(r"(?m)^(\s*[^()\n]*\))(.*)$", r"\1\n\2", block[0].replace(";;", "\n;;\n"))
+
+
+@dataclass
+class _Frame:
+    """An ``if``, a ``case`` or a loop that is open.
+
+    Attributes:
+        runs: whether its commands run; None if that is not known.
+        ran: whether an earlier branch ran.
+        condition: what is not known. subject: what a ``case`` compares; None for the others.
+    """
+
+    runs: bool | None
+    ran: bool = False
+    condition: str = ""
+    subject: str | None = None
 
 
 class _Branches:
-    """Which lines of a script are run, where it branches by ``if``.
+    """Which lines of a script are run, where it branches by ``if`` or ``case``, or loops over its own arguments.
 
     Attributes:
-        undecided: conditions by what is not known, each with what its branches set.
+        undecided: the lines of the branches of each condition by what is not known.
     """
 
     def __init__(self) -> None:
-        self.undecided: dict[str, str] = {}
-        self._stack: list[tuple[bool | None, bool, str]] = []  # runs; an earlier branch ran; the undecided condition
+        self.undecided: dict[str, list[str]] = {}
+        self._stack: list[_Frame] = []
 
     def take(self, line: str, variables: Mapping[str, str]) -> bool:
-        """Whether nothing is to be done with `line`: it belongs to a branch that is not taken, or to an ``if`` itself."""
-        match = re.match(r"\s*(if|elif|else|fi|then)\b\s*(.*?)\s*(;\s*then)?\s*;?\s*$", line)
+        """Whether nothing is to be done with `line`: it belongs to a branch that is not taken, or opens or ends one."""
+        top = self._stack[-1] if self._stack else None
+        arm = re.match(r"\s*([^()]*)\)\s*$", line)
+        if top is not None and top.subject is not None and arm is not None:
+            fits = any(fnmatch.fnmatchcase(top.subject, word.strip().strip("\"'")) for word in arm[1].split("|"))
+            top.runs = None if "$" in top.subject else fits and not top.ran
+            top.ran = top.ran or bool(top.runs)
+            return True
+        match = re.match(r"\s*(if|elif|else|fi|then|case|esac|while|until|for|do|done|;;)(?!\w)\s*(.*?)\s*;?\s*$", line)
         if match is None:
-            for runs, _, condition in self._stack:
-                if runs is None and ("--" in line or _ASSIGN.match(line)):
-                    self.undecided[condition] = f"{self.undecided.get(condition, '')} {line.strip()}".strip()
-            return any(not runs for runs, _, _ in self._stack)
-        word, condition, _ = match.groups()
+            for frame in self._stack:
+                if frame.runs is None and ("--" in line or _ASSIGN.match(line)):
+                    self.undecided.setdefault(frame.condition, []).append(line.strip())
+            return any(not frame.runs for frame in self._stack)
+        word, condition = match[1], match[2]
         if word == "if":
             self._stack.append(self._branch(condition, variables, False))
-        elif self._stack and word == "fi":
+        elif word == "case":
+            subject = expand(condition.removesuffix("in").strip(), variables).strip("\"'")
+            self._stack.append(_Frame(False, condition=f"case {condition}", subject=subject))
+        elif word in ("while", "until", "for"):
+            self._stack.append(_Frame("$#" not in condition))  # no arguments are given
+        elif top is not None and word in ("fi", "esac", "done"):
             self._stack.pop()
-        elif self._stack and word in ("elif", "else"):
-            runs, ran, before = self._stack.pop()
-            ran = ran or bool(runs)
-            if runs is None:
-                self._stack.append((None, ran, before))
-            elif word == "else":
-                self._stack.append((not ran, ran, ""))
-            else:
-                self._stack.append(self._branch(condition, variables, ran))
+        elif top is not None and word == ";;":
+            top.runs = False
+        elif top is not None and word in ("elif", "else"):
+            top.ran = top.ran or bool(top.runs)
+            if word == "else" and top.runs is not None:
+                self._stack[-1] = _Frame(not top.ran, top.ran)
+            elif top.runs is not None:
+                self._stack[-1] = self._branch(condition, variables, top.ran)
         return True
 
+    def that_matter(self, commands: Iterable[str], uses: Mapping[str, set[str]]) -> dict[str, str]:
+        """The undecided conditions whose branches set what the `commands` use, directly or by other variables."""
+        used: set[str] = set()
+        found = {name for line in commands for name in _NAME.findall(line)}
+        while found - used:
+            used |= found
+            found = {name for variable in used for name in uses.get(variable, ())}
+        return {
+            condition: " ".join(lines)
+            for condition, lines in self.undecided.items()
+            if any((match := _ASSIGN.match(line)) is None or match[1] in used for line in lines)
+        }
+
     @staticmethod
-    def _branch(condition: str, variables: Mapping[str, str], ran: bool) -> tuple[bool | None, bool, str]:
+    def _branch(condition: str, variables: Mapping[str, str], ran: bool) -> _Frame:
         holds = False if ran else _holds(condition, variables)
-        return holds, ran, re.sub(r"\s*\.\s*", ".", f"if {condition}") if holds is None else ""
+        return _Frame(holds, ran, re.sub(r"\s*\.\s*", ".", f"if {condition}") if holds is None else "")
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -211,8 +267,8 @@ def pairs(words: Any) -> dict[str, Any]:
 
 
 def _parts(word: str) -> list[str]:
-    """`word`, or the words of an option that is written with its value in one pair of quotes."""
-    return _split(word) if re.match(r"--[A-Za-z][\w-]*\s", word) else [word]
+    """`word`, or the words of one that has options in quotes, as ``sh -c "python a.py --lr 1"`` does."""
+    return _split(word) if re.search(r"\s--[A-Za-z]|^--[A-Za-z][\w-]*\s", word) else [word]
 
 
 _SHELL = re.compile(r"(\d*|&)>|(<|\||\|\||&|&&|;)$")

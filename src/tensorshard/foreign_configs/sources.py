@@ -64,6 +64,7 @@ SOURCES: dict[str, Read] = {
 
 REFUSED_PROGRAMS = {
     "verl": "verl trains by reinforcement learning, with generation in the loop, which is not there",
+    "transformers": "scripts of transformers' Trainer are not read; import the file of their --deepspeed by itself",
     "ms-swift": "ms-swift's scripts are not read; train.plan, optimizer and scheduler of 'tensorshard train hf' take their place",
     "nanotron": "nanotron's configs are not read; its parallelism section is train.plan's dp_shard, tp and pp",
     "picotron": "picotron's configs are not read; its distributed section is train.plan's dp_shard, tp, pp and cp",
@@ -112,6 +113,7 @@ _SIGNS = (
 _SCRIPTS = {
     "verl": r"-m\s+verl\.",
     "ms-swift": r"(?m)^[^#\n]*\b(swift|megatron)\s+(sft|pt|rlhf|export)\b",
+    "transformers": r"--per[-_]device[-_]train[-_]batch[-_]size",
 }
 """What only the launch scripts of these programs have."""
 _GPT_NEOX = ("pipe_parallel_size", "model_parallel_size", "pipe-parallel-size", "model-parallel-size")
@@ -367,7 +369,7 @@ def read_config(
     values.update(given or {})
     values = {key: _followed(key, value, values) for key, value in values.items()}
     if source == "megatron":
-        values = {key.strip("-").replace("-", "_"): value for key, value in values.items()}
+        values = {key if " " in key else key.strip("-").replace("-", "_"): value for key, value in values.items()}
     left_out = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in without)]
     missing = [name for name in without if not any(k == name or k.startswith(f"{name}.") for k in left_out)]
     if missing:
@@ -470,6 +472,11 @@ def _parsed(path: Path, text: str, given: dict[str, Any]) -> Any:
     variables = {key: str(given.pop(key)) for key in list(given) if re.search(rf"\b{re.escape(key)}\b", text) and
                  re.search(rf"\$\{{?{re.escape(key)}\b", text)}  # fmt: skip
     arguments = shell.arguments(text, variables, megatron.TABLE)
+    options = [key for key in arguments if key in megatron.TABLE and key not in shell.LAUNCHER.split()]
+    if not options and path.suffix != ".py" and not any(re.search(sign, text) for sign in _SCRIPTS.values()):
+        raise ValueError(
+            f"{path} has no arguments of Megatron's; give the script that has them, or set its variables, as NAME=VALUE"
+        )
     if not arguments and path.suffix == ".py":
         raise ValueError(
             f"{path} is Python, which is read and not run: it is no config of LiBai's, has no function that returns one of "

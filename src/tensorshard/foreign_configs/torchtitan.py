@@ -280,6 +280,8 @@ TABLE: dict[str, Rule] = {
     **each("loss loss.**", different("the loss is the model's own, or a loss function of yours; its mean is over all tokens")),
     "dump_folder": different("train.output_dir is the run's directory, runs/NAME-N by default", str),
     **each("profiler.**", different("train.profile=10-12 and train.profile_memory write them")),
+    **each("async_loop.** generator.** trainer.** renderer.** rollouter.** grader.**", refused(
+        "reinforcement learning, with generation in the loop, is not there", None, ())),
     "override.imports": refused("functions that change the model at its build are yours to call", None, ([],)),
     **each("_target_ **._target_", unneeded("it is the class of its group")),
     "line *": refused("the file is read and not run, and this may change the config: take it out", None, ()),
