@@ -111,7 +111,11 @@ class _Branches:
         match = re.match(r"\s*(if|elif|else|fi|then|case|esac|while|until|for|do|done|;;)(?!\w)\s*(.*?)\s*;?\s*$", line)
         if match is None:
             for frame in self._stack:
-                if frame.runs is None and ("--" in line or _ASSIGN.match(line)):
+                if (
+                    frame.runs is None
+                    and all(one.runs is not False for one in self._stack)
+                    and ("--" in line or _ASSIGN.match(line))
+                ):
                     self.undecided.setdefault(frame.condition, []).append(line.strip())
             return any(not frame.runs for frame in self._stack)
         word, condition = match[1], match[2]

@@ -312,7 +312,9 @@ LLAMA_FACTORY: Table = {
     "context_parallel_size": to("train.plan.cp", int),
     "sequence_parallel": to("train.plan.sequence_parallel", bool),
     "use_distributed_optimizer": to("train.plan.zero", bool, int),
-    **each("overlap_grad_reduce overlap_param_gather use_reentrant_gc recompute_method recompute_num_layers",
+    **each("overlap_* *_fusion use_mcore_* moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap moe_token_dispatcher_type "
+           "variable_seq_lengths", unneeded("it tunes Megatron's own way of working")),
+    **each("use_reentrant_gc recompute_method recompute_num_layers",
            unneeded("communication overlaps here where a stream exists, and every block is recomputed")),
     "recompute_granularity": RECOMPUTE,
     "expert_model_parallel_size": to("train.plan.ep", int),
