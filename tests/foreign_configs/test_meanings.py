@@ -69,6 +69,8 @@ def test_the_length_of_samples_is_said_to_be_ours():
         ("nemo", {"exp_manager": {"ema": {"enable": True}}}, "exp_manager.ema.enable", "average of the weights"),
         ("llama-factory", {"stage": "sft", "finetuning_type": "lora", "adapter_name_or_path": "x"},
          "adapter_name_or_path", "new adapters are trained"),
+        ("nemo", {"trainer": {"dpo": {"max_steps": 5}}}, "trainer.dpo.max_steps", "loop of NeMo-Aligner's own"),
+        ("accelerate", {"ec2_instance_type": "x"}, "ec2_instance_type", "Amazon SageMaker"),
         ("torchtitan", {"checkpoints": {"enable": True}}, "checkpoints.enable", "nearest is 'checkpoint.enable'"),
     ],
 )  # fmt: skip

@@ -231,6 +231,11 @@ TABLE: Table = {
         "tpu_env tpu_vm tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands",
         refused("TPUs are not there"),
     ),
+    **each(
+        "ec2_instance_type iam_role_name image_uri profile region base_job_name py_version pytorch_version "
+        "transformers_version sagemaker_inputs_file sagemaker_metrics_file additional_args additional_args.**",
+        refused("jobs are not sent to Amazon SageMaker; give a config of distributed_type MULTI_GPU or FSDP"),
+    ),
     "downcast_bf16": refused("it is for TPUs", None, ("no", False)),
     "use_cpu": different("--device cpu at the start, or no visible GPU", bool),
     "debug": different("what each rank waits for is always watched: train.watchdog", bool),

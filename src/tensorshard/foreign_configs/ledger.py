@@ -247,7 +247,7 @@ def _unknown(table: Table, key: str, value: Any, program: str) -> str:
     ends = [
         pattern
         for pattern in (*places, *same)
-        if f".{pattern}".endswith(f".{key}") or f".{key}".endswith(f".{pattern}")
+        if f".{pattern}".endswith(f".{key}") or ("." in pattern and key.endswith(f".{pattern}"))
     ]
     if ends or places:
         place = (ends or places)[0]

@@ -67,7 +67,7 @@ def _limit(target: str) -> Rule:
     return Rule(None, act)
 
 
-_TRAINER: Table = {
+TRAINER: Table = {
     "max_steps": _limit("train.steps"),
     "max_epochs": different("a run counts steps: train.steps"),
     **each("min_epochs min_steps max_time", different("a run counts steps: train.steps")),
@@ -137,8 +137,8 @@ _GIVEN = (
     "ckpt_path",
 )
 TABLE: Table = {
-    **_TRAINER,
-    **{f"trainer.{name}": rule for name, rule in _TRAINER.items()},
+    **TRAINER,
+    **{f"trainer.{name}": rule for name, rule in TRAINER.items()},
     **{f"model.optim.{name}": rule for name, rule in OPTIM.items()},
     **{f"optim.{name}": rule for name, rule in OPTIM.items()},
     **{f"optimizer.{name}": rule for name, rule in OPTIM.items()},

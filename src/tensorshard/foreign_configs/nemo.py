@@ -119,6 +119,11 @@ _OWN: Table = {
     "trainer.accumulate_grad_batches": Rule(int, lambda r, v: (
         (NOT_NEEDED, "micro-batches follow from model.global_batch_size") if r.get("model.global_batch_size")
         else to("batch.accumulate", None).act(r, v))),
+    **{f"trainer.sft.{name}": rule for name, rule in lightning.TRAINER.items()},  # NeMo-Aligner's
+    "trainer.sft.save_interval": to("train.save_every", int),
+    **each("dpo.** rm.** ppo.** rs.** kto.** spin.** knowledge_distillation.**", refused(
+        "a loop of NeMo-Aligner's own is not read; write its loss with a model, loss_fn(model, batch), in a Python config", None, ()),
+        "trainer."),
     "model.seed": to("train.seed", int),
     "model.activations_checkpoint_granularity": RECOMPUTE,
     **each("model.activations_checkpoint_* model.num_micro_batches_with_partial_activation_checkpoints",

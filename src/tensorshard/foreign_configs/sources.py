@@ -286,9 +286,8 @@ def _settle_schedule(reading: Reading, source: str) -> None:
         warmup = _ROUNDED.get(source, round)(ratio * steps) if steps else "???"
     offset, hold = settings.get("schedule.offset", 0), settings.get("schedule.hold", 0)
     if hold and (steps is None or steps <= hold):
-        reading.add(
-            "learning rate", IMPLIED, REFUSED, f"{hold} steps at the last rate need a longer run; set its steps"
-        )
+        text = f"the last {hold} steps keep the last rate, and the run has {steps or 'no given number of'} steps: give it more"
+        reading.add("learning rate", IMPLIED, REFUSED, text)
         return
     if hold and steps is not None:
         total = steps - hold
