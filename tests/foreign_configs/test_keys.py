@@ -1,24 +1,20 @@
 """The keys that programs have at a named release: none of them is said to be unknown."""
 
 import dataclasses
-import json
-from importlib.resources import files
 
 import pytest
 
-from tensorshard.foreign_configs import accelerate, read_config, torchtitan, trainers
-from tensorshard.foreign_configs.ledger import rule_of
+from tensorshard.foreign_configs import accelerate, libai, read_config, torchtitan, torchtune, trainers
+from tensorshard.foreign_configs.ledger import real_keys, rule_of
 
-KEYS = json.loads(files("tensorshard.foreign_configs").joinpath("keys.json").read_text())
-SOURCES = {
-    name: name.lower()
-    for name in ("Accelerate", "DeepSpeed", "LLaMA-Factory", "Lightning", "Megatron", "axolotl", "torchtitan")
-}
+PROGRAMS = "Accelerate DeepSpeed LLaMA-Factory LiBai Lightning Megatron NeMo Paddle axolotl torchtitan torchtune"
+SOURCES = {name: name.lower() for name in PROGRAMS.split()}
 
 
 @pytest.mark.parametrize("program", SOURCES)
 def test_a_real_key_is_never_said_to_be_unknown(program):
-    config = dict.fromkeys(KEYS[program]["keys"], "x")
+    config = dict.fromkeys(real_keys(program)[1], "x")
+    assert len(config) > 30 and real_keys(program)[0]
     told = {entry.key: entry.text for entry in read_config(SOURCES[program], config).entries}
     assert set(config) <= set(told) and not [key for key in config if "no such key" in told[key]]
     [invented] = [e for e in read_config(SOURCES[program], {"qwzx.vbnm": 1}).refused if e.key == "qwzx.vbnm"]
@@ -31,11 +27,13 @@ def test_a_real_key_is_never_said_to_be_unknown(program):
         ("Accelerate", accelerate.TABLE),
         ("torchtitan", torchtitan.TABLE),
         ("LLaMA-Factory v1", trainers.LLAMA_FACTORY_V1),
+        ("LiBai", libai.TABLE),
+        ("torchtune", torchtune.TABLE),
     ],
 )
 def test_these_tables_have_every_key(program, table):
     groups = {pattern.rpartition(".")[0] for pattern in table}
-    assert not [key for key in KEYS[program]["keys"] if rule_of(table, key) is None and key not in groups]
+    assert not [key for key in real_keys(program)[1] if rule_of(table, key) is None and key not in groups]
 
 
 def test_what_nothing_here_does_names_the_release():
@@ -49,9 +47,9 @@ def test_lists_are_those_of_the_installed_programs():
 
     fields = {field.name for field in dataclasses.fields(config_args.ClusterConfig)}
     assert {name for name in fields if not name.endswith("_config")} == {
-        k for k in KEYS["Accelerate"]["keys"] if "." not in k
+        k for k in real_keys("Accelerate")[1] if "." not in k
     }
-    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= set(KEYS["LLaMA-Factory"]["keys"])
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= real_keys("LLaMA-Factory")[1]
 
 
 def test_sequences_that_are_whole_leave_context_parallelism_alone():
@@ -78,3 +76,27 @@ def test_a_slip_of_the_pen_in_a_group_of_real_keys_is_found():
     }
     assert told["log_energy"].verdict == "different"
     assert told["log_intervall"].verdict == "refused" and "log_interval" in told["log_intervall"].text
+
+
+@pytest.mark.parametrize(
+    ("program", "slip", "meant"),
+    [
+        ("torchtune", "gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("torchtune", "model.lora_rnk", "model.lora_rank"),
+        ("LiBai", "train.dist.tensor_parallel_sise", "train.dist.tensor_parallel_size"),
+        ("LiBai", "optim.weigth_decay", "optim.weight_decay"),
+        ("Paddle", "Distributed.sharding.sharding_stages", "Distributed.sharding.sharding_stage"),
+        ("Paddle", "Engine.logging_frequ", "Engine.logging_freq"),
+        ("NeMo", "model.tensor_model_parallel_sise", "model.tensor_model_parallel_size"),
+        ("NeMo", "trainer.gradient_clip_value", "trainer.gradient_clip_val"),
+        ("NeMo", "model.peft.lora_tuning.adapter_dims", "model.peft.lora_tuning.adapter_dim"),
+    ],
+)
+def test_a_slip_of_the_pen_is_found_with_the_nearest_key(program, slip, meant):
+    [entry] = [entry for entry in read_config(SOURCES[program], {slip: 2}).refused if entry.key == slip]
+    assert entry.text == f"{program} knows no such key; the nearest is {meant!r}"
+
+
+def test_a_key_of_ones_own_in_an_open_group_is_no_slip():
+    config = {"model.layers_of_mine": 2, "model.hidden_size_2": 8, "model.data.train_ds.of_mine": "x"}
+    assert not [entry for entry in read_config("nemo", config).refused if entry.key in config]

@@ -10,7 +10,7 @@ import torch
 
 import tensorshard as ts
 from tensorshard.cli import main
-from tensorshard.foreign_configs import export, megatron, read_config, read_file
+from tensorshard.foreign_configs import export, read_config, read_file, shell
 from tensorshard.foreign_configs.ledger import flat
 from tensorshard.trainer.schedulers import warmup_decay
 
@@ -187,7 +187,7 @@ def test_a_launch_script_is_followed(tmp_path):
     ],
 )  # fmt: skip
 def test_the_program_of_a_launcher_is_no_value_of_an_option(line, expected):
-    assert megatron.arguments(line, {}) == expected
+    assert shell.arguments(line, {}) == expected
 
 
 def test_a_yaml_that_points_to_a_json(tmp_path):
@@ -328,15 +328,34 @@ def test_degrees_that_do_not_fit_the_world_are_refused():
     assert entry.text.startswith("tp 8 x pp 4 need a multiple of 32 processes, and there are 8")
 
 
-def test_nemos_distributed_adam_shards_and_its_adapters_are_refused():
+def test_nemos_distributed_adam_shards_and_other_adapters_than_lora_are_refused():
     optim = {"name": "distributed_fused_adam", "lr": 1e-4}
-    ledger = read_config("nemo", {**NEMO, "model": {**NEMO["model"], "optim": optim, "peft": {"peft_scheme": "lora"}}})
+    scheme = {"peft_scheme": "ptuning"}
+    ledger = read_config("nemo", {**NEMO, "model": {**NEMO["model"], "optim": optim, "peft": scheme}})
     assert ledger.plan["zero"] == 2
     assert [entry.key for entry in ledger.refused] == ["model.peft.peft_scheme"]
     whole = read_config(
         "nemo", {**NEMO, "model": {**NEMO["model"], "peft": {"peft_scheme": None, "lora_tuning": {"dim": 8}}}}
     )
     assert not whole.refused
+
+
+def test_nemos_lora_becomes_adapters():
+    tuning = {"adapter_dim": 16, "adapter_dropout": 0.1, "target_modules": ["attention_dense", "mlp_fc2"]}
+    config = {**NEMO, "model": {**NEMO["model"], "peft": {"peft_scheme": "lora", "lora_tuning": tuning}}}
+    ledger = read_config("nemo", config)
+    model = {key[6:]: value for key, value in ledger.settings.items() if key.startswith("model.")}
+    assert not ledger.refused and model == {
+        "_target_": "tensorshard.models.with_lora", "r": 16, "lora_alpha": 16, "lora_dropout": 0.1,
+        "target_modules": ["o_proj", "down_proj"], "dtype": "bfloat16",
+    }  # fmt: skip
+    said = {entry.key.rpartition(".")[2]: entry for entry in ledger.entries}
+    assert said["target_modules"].verdict == "translated" and "on what they give" in said["adapter_dropout"].text
+    config["model"]["peft"]["lora_tuning"] = {"adapter_dim": 16, "target_modules": ["attention"]}
+    said = {entry.key.rpartition(".")[2]: entry for entry in read_config("nemo", config).entries}
+    assert said["target_modules"].verdict == "different" and "share one input matrix" in said["target_modules"].text
+    config["model"]["peft"] = {"peft_scheme": "qlora"}
+    assert "4 or 8 bits" in read_config("nemo", config).refused[0].text
 
 
 def test_paddles_epochs_are_no_steps():

@@ -6,11 +6,14 @@ GPU, are read from their sources: the dataclasses of configs.py, the defaults of
 NeMo's lr_scheduler.py.
 """
 
+import math
 from typing import Any
 
 import pytest
+import torch
 
-from tensorshard.foreign_configs import read_file
+from tensorshard.foreign_configs import read_config, read_file
+from tensorshard.trainer.schedulers import warmup_decay
 
 ACCELERATE = """
 distributed_type: FSDP
@@ -107,8 +110,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "train.plan.zero": 0, "scheduler.shape": "linear", "scheduler.warmup_steps": 20, "scheduler.min_ratio": 0.0}),
     "nemo": ("n.yaml", NEMO, {
         "optimizer.betas": [0.9, 0.98], "optimizer.weight_decay": 0.01, "train.plan.clip_grad_norm": 1.0,
-        "train.plan.micro_batches": 8, "scheduler.shape": "cosine", "scheduler.warmup_steps": 33,
-        "scheduler.min_ratio": 0.1}),
+        "train.plan.micro_batches": 8, "scheduler.shape": "cosine", "scheduler.warmup_steps": 34,
+        "scheduler.total_steps": 1001, "scheduler.offset": 1, "scheduler.min_ratio": 0.1}),
 }  # fmt: skip
 
 
@@ -119,3 +122,24 @@ def test_an_import_is_what_the_program_resolves(program, tmp_path):
     ledger = read_file(tmp_path / name, program, world_size={"accelerate": 8}.get(program, 4))
     assert not ledger.refused, ledger.describe()
     assert {key: ledger.settings.get(key) for key in resolved} == resolved
+
+
+@pytest.mark.parametrize("constant", [0, 20])
+def test_rates_are_those_of_nemos_cosine(constant):
+    warmup, steps, low = 10, 100, 0.1
+    sched = {"name": "CosineAnnealing", "warmup_steps": warmup, "constant_steps": constant, "min_lr": low}
+    optim = {"name": "fused_adam", "lr": 1.0, "sched": sched}
+    config = {"trainer": {"max_steps": steps}, "model": {"tensor_model_parallel_size": 1, "optim": optim}}
+    settings = read_config("nemo", config).settings
+    assert settings["train.steps"] == steps
+
+    def theirs(step: int) -> float:
+        if step <= warmup:
+            return step / warmup if constant else (step + 1) / (warmup + 1)
+        done = min(1.0, (step - warmup) / (steps - constant - warmup))
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    arguments = {key[10:]: value for key, value in settings.items() if key.startswith("scheduler.")}
+    schedule = warmup_decay(optimizer, **{key: value for key, value in arguments.items() if key != "_target_"})
+    assert [schedule.lr_lambdas[0](step) for step in range(steps)] == pytest.approx([theirs(s) for s in range(steps)])

@@ -15,9 +15,15 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     Rule,
     Table,
+    follow,
+)
+from tensorshard.foreign_configs.rules import (
+    OFFLOADED,
+    RECOMPUTE,
+    STAGES,
+    degree,
     different,
     each,
-    follow,
     refused,
     to,
     unneeded,
@@ -70,7 +76,7 @@ def _reshard(reading: Reading, value: Any) -> Outcome:
 def _offload(reading: Reading, value: bool) -> Outcome:
     if not value:
         return NOT_NEEDED, "nothing is offloaded, as by default here"
-    reading.settings["train.plan.offload"] = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
+    reading.settings["train.plan.offload"] = dict(OFFLOADED)
     return TRANSLATED, "train.plan.offload of optimizer, gradients and parameters to cpu"
 
 
@@ -153,10 +159,6 @@ def _processes(reading: Reading, value: int) -> Outcome:
     return DIFFERENT, f"the start says it: --nproc, or torchrun; the Plan is for {reading.world_size}"
 
 
-def _axis(name: str) -> Rule:
-    return to(f"train.plan.{name}", int)
-
-
 _LAUNCH = "the start says it: 'tensorshard train' or torchrun, with --nnodes, --node-rank and --rdzv-endpoint"
 _DEEPSPEED: Table = {
     "zero_stage": to("train.plan.zero", (0, 1, 2, 3)),
@@ -176,24 +178,24 @@ _DEEPSPEED: Table = {
     "deepspeed_moe_layer_cls_names": refused("layers of experts are not sharded apart"),
 }
 _MEGATRON = {
-    "tp_degree": _axis("tp"),
-    "pp_degree": _axis("pp"),
+    "tp_degree": degree("tp"),
+    "pp_degree": degree("pp"),
     "num_micro_batches": to("batch.accumulate", int),
     "gradient_clipping": to("train.plan.clip_grad_norm", float),
     "sequence_parallelism": to("train.plan.sequence_parallel", bool),
     "recompute_activations": Rule(
         bool, lambda r, v: to("train.plan.recompute", None).act(r, "selective" if v else "none")
     ),
-    "use_distributed_optimizer": Rule(bool, lambda r, v: to("train.plan.zero", None).act(r, int(v))),
-    "context_parallel_size": _axis("cp"),
-    "expert_model_parallel_size": _axis("ep"),
-    "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
+    "use_distributed_optimizer": to("train.plan.zero", bool, int),
+    "context_parallel_size": degree("cp"),
+    "expert_model_parallel_size": degree("ep"),
+    "recompute_granularity": RECOMPUTE,
     "optimizer_cpu_offload": Rule(
         bool,
         lambda r, v: to("train.plan.offload", None).act(r, {"optimizer": "cpu", "gradients": "cpu"} if v else None),
     ),
     "expert_tensor_parallel_size": different("each expert is split over all ranks of train.plan.tp", int),
-    "decoder_last_pipeline_num_layers": different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
+    "decoder_last_pipeline_num_layers": different(STAGES),
     "calculate_per_token_loss": different("a loss_fn that returns (sum, count) is weighed by tokens"),
     **each(
         "attention_backend attention_dropout attention_softmax_in_fp32 hidden_dropout use_rotary_position_embeddings "
@@ -229,6 +231,11 @@ TABLE: Table = {
         "tpu_env tpu_vm tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands",
         refused("TPUs are not there"),
     ),
+    **each(
+        "ec2_instance_type iam_role_name image_uri profile region base_job_name py_version pytorch_version "
+        "transformers_version sagemaker_inputs_file sagemaker_metrics_file additional_args additional_args.**",
+        refused("jobs are not sent to Amazon SageMaker; give a config of distributed_type MULTI_GPU or FSDP"),
+    ),
     "downcast_bf16": refused("it is for TPUs", None, ("no", False)),
     "use_cpu": different("--device cpu at the start, or no visible GPU", bool),
     "debug": different("what each rank waits for is always watched: train.watchdog", bool),
@@ -242,7 +249,7 @@ TABLE: Table = {
     **{f"megatron_lm_config.megatron_lm_{name}": rule for name, rule in _MEGATRON.items()},
     **each("deepspeed_config fsdp_config megatron_lm_config dynamo_config", unneeded("it is empty")),
     **{
-        f"parallelism_config.parallelism_config_{name}_size": _axis(name)
+        f"parallelism_config.parallelism_config_{name}_size": degree(name)
         for name in ("dp_replicate", "dp_shard", "tp", "cp")
     },
     "parallelism_config.parallelism_config_sp_size": Rule(

@@ -11,6 +11,8 @@ from tensorshard.foreign_configs.ledger import (
     Outcome,
     Reading,
     Rule,
+)
+from tensorshard.foreign_configs.rules import (
     refused,
     to,
 )

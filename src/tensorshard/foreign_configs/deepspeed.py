@@ -11,9 +11,12 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     Rule,
     Table,
+    follow,
+)
+from tensorshard.foreign_configs.rules import (
+    LOGS,
     different,
     each,
-    follow,
     only_if,
     refused,
     to,
@@ -27,7 +30,6 @@ _SCALE = "the scale of losses adapts by itself here, as torch's GradScaler does:
 _COMPRESS = (
     "weights and activations are not quantized or pruned here; train without it, then compress the exported model"
 )
-_LOGS = "metrics go to metrics.jsonl; train.loggers names tensorboard, wandb or mlflow"
 
 
 def offload_device(part: str) -> Rule:
@@ -294,7 +296,7 @@ TABLE: Table = {
     "wall_clock_breakdown": different("train.profile=10-12 traces steps", bool),
     **each(
         "flops_profiler.* comms_logger.* comms_config.* monitor_config.** tensorboard.* wandb.* csv_monitor.* comet.*",
-        different(_LOGS),
+        different(LOGS),
     ),
     "activation_checkpointing.partition_activations": Rule(bool, _parts),
     "activation_checkpointing.cpu_checkpointing": Rule(bool, _cpu_checkpointing),

@@ -124,17 +124,7 @@ class Reading:
         """Sets `target` as their default does, and says so, unless the file has set it."""
         if target not in self.settings:
             self.settings[target] = value
-            self.add(key, IMPLIED, TRANSLATED, f"{_ours(target)}={value} ({why})")
-
-
-def to(target: str, kind: Any, convert: Callable[[Any], Any] = lambda value: value, auto: Any = None) -> Rule:
-    """A key that sets `target` of ours, to ``convert(value)``."""
-
-    def act(reading: Reading, value: Any) -> Outcome:
-        reading.settings[target] = convert(value)
-        return TRANSLATED, f"{_ours(target)}={reading.settings[target]}"
-
-    return Rule(kind, act, auto, target)
+            self.add(key, IMPLIED, TRANSLATED, f"{in_our_words(target)}={value} ({why})")
 
 
 _SETTLED = {
@@ -148,53 +138,9 @@ _SETTLED = {
 }
 
 
-def _ours(target: str) -> str:
+def in_our_words(target: str) -> str:
     """How the ledger names `target`, if it is one of the settings that several keys make together."""
     return _SETTLED.get(target, target.replace("schedule.", "scheduler."))
-
-
-def unneeded(text: str, kind: Any = None) -> Rule:
-    """A key that has no work to do here."""
-    return Rule(kind, lambda reading, value: (NOT_NEEDED, text), auto=text, heeds=False)
-
-
-def different(text: str, kind: Any = None) -> Rule:
-    """A key whose matter works in another way here."""
-    return Rule(kind, lambda reading, value: (DIFFERENT, text), auto=text, heeds=False)
-
-
-_OFF: tuple[Any, ...] = (False, 0, "", "no", "none", "None", [], {}, "disabled", "off")
-
-
-def refused(text: str, kind: Any = None, unless: tuple[Any, ...] = _OFF) -> Rule:
-    """A key that cannot be honoured, unless its value turns it off."""
-
-    def act(reading: Reading, value: Any) -> Outcome:
-        if any(type(value) is type(off) and value == off for off in unless):
-            return NOT_NEEDED, f"it is {_shown(value)}, which asks for nothing"
-        return REFUSED, text
-
-    return Rule(kind, act)
-
-
-def only_if(flag: str, rule: Rule, off: str) -> Rule:
-    """`rule` where the file's `flag` is on; else the key does nothing, as `off` says."""
-
-    def act(reading: Reading, value: Any) -> Outcome:
-        return rule.act(reading, value) if reading.get(flag) else (NOT_NEEDED, off)
-
-    return Rule(rule.kind, act, off)
-
-
-def each(names: str, rule: Rule, prefix: str = "") -> dict[str, Rule]:
-    """`rule` for each of the `names`, which blanks separate."""
-    return {prefix + name: rule for name in names.split()}
-
-
-def listed(program: str, patterns: str, rule: Rule) -> dict[str, Rule]:
-    """`rule` for each of the program's keys in keys.json that fits one of the `patterns`, which blanks separate."""
-    fits = re.compile("|".join(_regex(pattern) for pattern in patterns.split()))
-    return {key: rule for key in sorted(real_keys(program)[1]) if fits.fullmatch(key)}
 
 
 def flat(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -226,6 +172,9 @@ def _outcome(table: Table, reading: Reading, key: str, value: Any, program: str)
         return NOT_NEEDED, "null leaves the default"
     if rule is None:
         return REFUSED, _unknown(table, key, value, program)
+    meant = _meant(table, key, program)
+    if meant is not None:
+        return REFUSED, f"{program} knows no such key; the nearest is {meant!r}"
     if isinstance(value, Unread):
         if rule.heeds:
             return REFUSED, f"{value.where}: the file is read and not run, which does not give this; set {key}=VALUE"
@@ -253,22 +202,29 @@ def rule_of(table: Table, key: str) -> Rule | None:
     if key in table and "*" not in key:
         return table[key]
     for pattern, rule in table.items():
-        if "*" in pattern and re.fullmatch(_regex(pattern), key):
+        if "*" in pattern and fits(pattern, key):
             return rule
     return None
 
 
-def _regex(pattern: str) -> str:
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
     escaped = re.escape(pattern).replace(r"\.\*\*", r"(\..+)?").replace(r"\*\*", ".+")
-    return escaped.replace(r"\*", r"[^.]*")
+    return re.compile(escaped.replace(r"\*", r"[^.]*"))
+
+
+def fits(pattern: str, key: str) -> bool:
+    """Whether a pattern of a table covers `key`."""
+    return _compiled(pattern).fullmatch(key) is not None
 
 
 @functools.cache
 def real_keys(program: str) -> tuple[str, frozenset[str]]:
-    """The release of `program` whose keys are known, and these keys; those of keys.json, which has them by program."""
+    """The release of `program` whose keys are known, and these keys: keys.json has them by program and by group."""
     known = json.loads(files("tensorshard.foreign_configs").joinpath("keys.json").read_text(encoding="utf-8"))
-    entry = known.get(program, {"release": "", "keys": []})
-    return entry["release"], frozenset(entry["keys"])
+    entry = known.get(program, {"release": "", "keys": {}})
+    names = ((group, name) for group, lines in entry["keys"].items() for line in lines for name in line.split())
+    return entry["release"], frozenset(f"{group}.{name}".lstrip(".") for group, name in names)
 
 
 def _unknown(table: Table, key: str, value: Any, program: str) -> str:
@@ -276,27 +232,45 @@ def _unknown(table: Table, key: str, value: Any, program: str) -> str:
     if any(key == name or key.startswith(f"{name}.") for name in real):
         return f"{program} {release} has this key, and nothing here does its work: train without it, or leave it out"
     known = [pattern for pattern in table if "*" not in pattern]
-    within = sorted(pattern for pattern in known if pattern.startswith(key + "."))
+    within = sorted(pattern for pattern in {*known, *real} if pattern.startswith(key + "."))
     if within:
-        return f"{_shown(value)} was given, but {key} is a group of keys; set {', '.join(within[:3])}"
+        return f"{shown(value)} was given, but {key} is a group of keys; set {', '.join(within[:3])}"
     last = _plain(key.rpartition(".")[2])
-    spellings = {_plain(pattern): pattern for pattern in known}
+    spellings = {_plain(pattern): pattern for pattern in (*sorted(real), *known)}
     if _plain(key) in spellings:
         return f"nobody knows this key; {program} writes it {spellings[_plain(key)]!r}"
     first = key.partition(".")[0]
-    groups = [pattern for pattern in known if f".{first}." in f".{pattern}." and not pattern.startswith(first)]
-    for near in (pattern for pattern in known if _plain(pattern.rpartition(".")[2]) == last):
-        if near.partition(".")[0] != first or "." not in key:
-            groups.append(near)
-    ends = [pattern for pattern in groups if f".{pattern}".endswith(f".{key}")] or groups
-    if ends:
-        return f"the key is at the wrong place: here it does nothing in {program} either; move it to {ends[0]!r}"
-    near_words = difflib.get_close_matches(_plain(key), spellings, n=1, cutoff=0.6)
+    places = [pattern for pattern in known if f".{first}." in f".{pattern}." and not pattern.startswith(first)]
+    same = [pattern for pattern in known if _plain(pattern.rpartition(".")[2]) == last]
+    same = [pattern for pattern in same if pattern.partition(".")[0] != first or "." not in key]
+    places += same if len(same) == 1 or "." not in key else []  # several, as of "enable", say nothing
+    ends = [
+        pattern
+        for pattern in (*places, *same)
+        if f".{pattern}".endswith(f".{key}") or ("." in pattern and key.endswith(f".{pattern}"))
+    ]
+    if ends or places:
+        place = (ends or places)[0]
+        return f"the key is at the wrong place: here it does nothing in {program} either; move it to {place!r}"
     lasts = {_plain(pattern.rpartition(".")[2]): pattern for pattern in known}
-    near_words = near_words or difflib.get_close_matches(last, lasts, n=1, cutoff=0.75)
-    near_words = near_words or difflib.get_close_matches(_plain(key), spellings, n=1, cutoff=0)
-    nearest = spellings.get(near_words[0]) or lasts[near_words[0]] if near_words else None
-    return f"{program} knows no such key" + (f"; the nearest is {nearest!r}" if nearest else "")
+    near = difflib.get_close_matches(_plain(key), spellings, n=1, cutoff=0.6)
+    near = [spellings[word] for word in near] or [
+        lasts[word] for word in difflib.get_close_matches(last, lasts, n=1, cutoff=0.75)
+    ]
+    return f"{program} knows no such key" + (f"; the nearest is {near[0]!r}" if near else "")
+
+
+def _meant(table: Table, key: str, program: str) -> str | None:
+    """The key that `key` is a slip of the pen for, where only a pattern of the table has a rule for it."""
+    group, _, last = key.rpartition(".")
+    if key in table or key in real_keys(program)[1] or len(last) < 5:
+        return None
+    beside = [
+        name for name, rule in table.items() if name.rpartition(".")[0] == group and rule.heeds and "*" not in name
+    ]
+    near = difflib.get_close_matches(key, beside, n=1, cutoff=0.95)
+    digits = str.maketrans("", "", "0123456789")
+    return near[0] if near and near[0].translate(digits) != key.translate(digits) else None
 
 
 def _plain(key: str) -> str:
@@ -321,7 +295,7 @@ def as_kind(kind: Any, value: Any) -> tuple[Any, str]:
     if isinstance(kind, tuple) and isinstance(kind[0], type):
         if type(value) in kind:
             return value, ""
-        raise WrongValueError(f"{_shown(value)} was given, but it takes {' or '.join(_NAMES[one] for one in kind)}")
+        raise WrongValueError(f"{shown(value)} was given, but it takes {' or '.join(_NAMES[one] for one in kind)}")
     if isinstance(kind, tuple):
         return _as_word(kind, value)
     if kind is bool:
@@ -335,17 +309,17 @@ def as_kind(kind: Any, value: Any) -> tuple[Any, str]:
         raise WrongValueError(f"{value} was given, but it takes text; YAML reads NO, OFF, YES and ON so: use quotes")
     elif isinstance(value, kind):
         return value, ""
-    raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}")
+    raise WrongValueError(f"{shown(value)} was given, but it takes {_NAMES[kind]}")
 
 
 def _as_number(kind: Any, value: Any) -> tuple[Any, str]:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}") from None
+        raise WrongValueError(f"{shown(value)} was given, but it takes {_NAMES[kind]}") from None
     note = f" ({value!r} is text, and was read as a number)" if isinstance(value, str) else ""
     if not math.isfinite(number) or (kind is int and not number.is_integer()):
-        raise WrongValueError(f"{_shown(value)} was given, but it takes {_NAMES[kind]}")
+        raise WrongValueError(f"{shown(value)} was given, but it takes {_NAMES[kind]}")
     return (int(number) if kind is int else number), note
 
 
@@ -363,9 +337,10 @@ def _as_word(words: tuple[Any, ...], value: Any) -> tuple[Any, str]:
             return same[0], ""
     near = difflib.get_close_matches(str(value), [str(word) for word in words], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise WrongValueError(f"{_shown(value)} was given, but it takes {', '.join(map(str, words))}{hint}")
+    raise WrongValueError(f"{shown(value)} was given, but it takes {', '.join(map(str, words))}{hint}")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """`value` as errors show it."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

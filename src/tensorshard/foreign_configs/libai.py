@@ -12,17 +12,22 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     Rule,
     Table,
+    follow,
+)
+from tensorshard.foreign_configs.rules import (
+    DATA,
+    MODEL,
+    SAVES,
+    STAGES,
     different,
     each,
-    follow,
     only_if,
+    optimizer,
     refused,
     to,
     unneeded,
 )
-from tensorshard.foreign_configs.torchtitan import DATA, MODEL
 
-_SAVES = "train.output_dir, train.save_every and --resume say what is kept and read"
 _GROUPS = "groups of parameters, as of biases and norms without decay: an optimizer of a Python config makes them"
 _SCHEDULES = {
     "WarmupCosineLR": "cosine",
@@ -66,13 +71,6 @@ def _data_ranks(reading: Reading, value: int) -> Outcome:
     return TRANSLATED, "train.plan.dp_shard=-1: LiBai, too, takes all ranks that tp and pp leave"
 
 
-def _optimizer(reading: Reading, value: str) -> Outcome:
-    name = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}.get(value.rpartition(".")[2].lower())
-    if name is None:
-        return REFUSED, f"{value} is not known here; use AdamW, or a class of your own in a Python config"
-    return to("optimizer._target_", None).act(reading, f"torch.optim.{name}")
-
-
 def _clip(reading: Reading, value: float) -> Outcome:
     if reading.get("optim.params.clip_grad_norm_type") is None:
         return NOT_NEEDED, "it does nothing in LiBai either without clip_grad_norm_type"
@@ -97,6 +95,7 @@ TABLE: Table = {
     "train.train_iter": Rule(int, _iterations),
     "train.train_epoch": Rule(float, lambda r, v: (
         (DIFFERENT, "a run counts steps: train.steps") if v else (NOT_NEEDED, "train_iter counts"))),
+    "train.warmup_iter": unneeded("LiBai, too, sets it from warmup_ratio and train_iter"),
     "train.warmup_ratio": to("schedule.warmup_ratio", float),
     "train.log_period": to("train.log_every", int),
     "train.seed": to("train.seed", int),
@@ -107,17 +106,17 @@ TABLE: Table = {
     "train.dist.data_parallel_size": Rule(int, _data_ranks),
     "train.dist.tensor_parallel_size": to("train.plan.tp", int),
     "train.dist.pipeline_parallel_size": to("train.plan.pp", int),
-    "train.dist.pipeline_num_layers": different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
+    "train.dist.pipeline_num_layers": different(STAGES),
     "train.dist.custom_pipeline_stage_id": different("train.plan.pp_split names the modules that start a stage"),
     **each("train.dist.*", different("the start says it: --nproc, --nnodes")),
     "train.checkpointer.period": to("train.save_every", int),
     "train.checkpointer.max_to_keep": to("train.keep_checkpoints", int),
-    **each("train.checkpointer.* train.output_dir train.resume train.load_weight", different(_SAVES)),
+    **each("train.checkpointer.* train.output_dir train.resume train.load_weight", different(SAVES)),
     "train.evaluation.enabled": different("data.validation is evaluated every train.eval_every steps", bool),
     "train.evaluation.eval_period": only_if("train.evaluation.enabled", to("train.eval_every", int), "evaluation is off"),
     "train.evaluation.eval_iter": only_if("train.evaluation.enabled", to("train.eval_batches", int), "evaluation is off"),
     "train.eval_period": unneeded("LiBai's trainer does not read it: train.evaluation.eval_period counts"),
-    **each("train.evaluation.** train.test_micro_batch_size", different("data.validation is evaluated")),
+    **each("train.evaluation.** train.test_micro_batch_size train.topk", different("data.validation is evaluated")),
     "train.scheduler._target_": Rule(str, _schedule),
     "train.scheduler.alpha": to("schedule.min_ratio", float),
     **each("train.scheduler.eta_min train.scheduler.end_learning_rate", to("schedule.min_lr", float)),
@@ -127,7 +126,7 @@ TABLE: Table = {
     "train.scheduler.cycle": refused("the rate falls once", bool),
     **each("warmup_iter max_iter", unneeded("LiBai, too, sets it from warmup_ratio and train_iter"), "train.scheduler."),
     **each("train.scheduler.*", unneeded("it belongs to the schedule; see train.scheduler._target_")),
-    "optim._target_": Rule(str, _optimizer),
+    "optim._target_": optimizer({"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}),
     "optim.lr": to("optimizer.lr", float),
     "optim.weight_decay": to("optimizer.weight_decay", float),
     "optim.betas": to("optimizer.betas", list),

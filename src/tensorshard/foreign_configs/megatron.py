@@ -5,13 +5,11 @@ table lacks is refused by name.
 """
 
 import re
-import shlex
-from collections.abc import Callable, Mapping
-from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 from tensorshard.foreign_configs.ledger import (
     DIFFERENT,
+    IMPLIED,
     NOT_NEEDED,
     REFUSED,
     TRANSLATED,
@@ -19,15 +17,28 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     Rule,
     Table,
+    follow,
+)
+from tensorshard.foreign_configs.rules import (
+    CLIP,
+    DATA,
+    LOGS,
+    MODEL,
+    RECOMPUTE,
+    SAVES,
+    STAGES,
+    betas,
+    degree,
     different,
     each,
-    follow,
     listed,
+    ranks,
     refused,
+    say_what_decays,
     to,
     unneeded,
 )
-from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, betas
+from tensorshard.foreign_configs.shell import LAUNCHER
 
 _FLAG = ("", "true", "True", True, False, "false", "False", 1, "1")
 
@@ -49,13 +60,13 @@ def _precision(name: str, other: str) -> Rule:
     return Rule(_FLAG, act)
 
 
-def _ranks(name: str) -> Rule:
-    return to(f"train.plan.{name}", int)
+def _number(reading: Reading, name: str, default: float) -> int:
+    """The number at `name`, which NeMo has under ``model.``."""
+    return int(reading.number(name, reading.number(f"model.{name}", default)))
 
 
 def _virtual(reading: Reading, value: int) -> Outcome:
-    stages = int(reading.number("pipeline_model_parallel_size", 1))
-    layers = int(reading.number("num_layers", 0))
+    stages, layers = _number(reading, "pipeline_model_parallel_size", 1), _number(reading, "num_layers", 0)
     if stages <= 1:
         return NOT_NEEDED, "there is no pipeline"
     if not layers or layers % (stages * value):
@@ -66,7 +77,7 @@ def _virtual(reading: Reading, value: int) -> Outcome:
 
 
 def _virtual_size(reading: Reading, value: int) -> Outcome:
-    if value == 1 or reading.number("pipeline_model_parallel_size", 1) <= 1:
+    if value == 1 or _number(reading, "pipeline_model_parallel_size", 1) <= 1:
         return NOT_NEEDED, "stages are not interleaved"
     reading.settings["train.plan.pp_schedule"] = "interleaved_1f1b"
     reading.settings["train.plan.pp_stages_per_rank"] = value
@@ -80,15 +91,32 @@ def _decay_style(reading: Reading, value: str) -> Outcome:
     return TRANSLATED, f"scheduler.shape={value}"
 
 
-def _samples(target: str) -> Rule:
+def _counted(what: str, target: str) -> Rule:
+    """A number of samples, or of tokens, which is steps of ours; what comes first ends a run."""
+
     def act(reading: Reading, value: int) -> Outcome:
         size = reading.number("global_batch_size", 0)
-        if not size:
-            return REFUSED, "samples become steps by --global-batch-size, which is not given; set it, as KEY=VALUE"
-        reading.settings[target] = max(1, int(value // size)) if value else 0
-        return TRANSLATED, f"{target}={reading.settings[target]} ({value} samples / {size:.0f} a step)"
+        length = reading.number("seq_length", 0) if what == "tokens" else 1
+        if value == 0:
+            return to(target, None).act(reading, 0)
+        if not size or not length:
+            needed = "--global-batch-size" + (" and --seq-length" if what == "tokens" else "")
+            return REFUSED, f"{what} become steps by {needed}, which is not given; set it, as KEY=VALUE"
+        steps = max(1, int(value // (size * length)))
+        reading.settings[target] = min(steps, reading.settings.get(target, steps))
+        return TRANSLATED, f"{target}={reading.settings[target]} ({value} {what} / {size * length:.0f} a step)"
 
     return Rule(int, act)
+
+
+def _eval_interval(reading: Reading, value: int) -> Outcome:
+    if reading.number("eval_iters", 100) == 0:
+        return NOT_NEEDED, "nothing is evaluated: eval_iters is 0"
+    return to("train.eval_every", None).act(reading, value)
+
+
+def _eval_iters(reading: Reading, value: int) -> Outcome:
+    return to("train.eval_batches" if value else "train.eval_every", None).act(reading, value)
 
 
 def _sharding(reading: Reading, value: str) -> Outcome:
@@ -118,13 +146,6 @@ _ARCHITECTURE = (
     "init_model_with_meta_device no_rope_fusion no_masked_softmax_fusion no_bias_gelu_fusion no_bias_swiglu_fusion "
     "no_bias_dropout_fusion no_persist_layer_norm cross_entropy_loss_fusion cross_entropy_fusion_impl "
     "enable_experimental qk_nope_head_dim qk_rope_head_dim use_llama2_rotary_position_embeddings rope_type"
-)
-_MACHINE = (
-    "nnodes nproc_per_node node_rank master_addr master_port rdzv_endpoint rdzv_id rdzv_backend rdzv_conf local_rank "
-    "standalone max_restarts monitor_interval start_method log_dir redirects tee no_python job_name "
-    "partition account nodes ntasks ntasks_per_node gpus_per_node gres time exclusive dependency output error container_image "
-    "container_mounts container_workdir no_container_mount_home mpi kill_on_bad_exit wait requeue parsable pty export "
-    "distributed_backend distributed_timeout_minutes no_sync termination_id cpus_per_task mem signal"
 )
 _SAVING = (
     "save load auto_detect_ckpt_format ckpt_format dist_ckpt_strictness exit_on_missing_checkpoint finetune "
@@ -167,7 +188,7 @@ _LISTED: Table = {
         "Megatron",
         "ckpt_* dist_ckpt_* non_persistent_* save_optim save_rng load_optim load_rng async_ckpt_* async_strategy save_retain_interval "
         "save_config_filepath use_persistent_ckpt_worker most_recent_k verify_integrity",
-        different("train.output_dir, train.save_every and --resume say what is kept and read"),
+        different(SAVES),
     ),
     **listed(
         "Megatron",
@@ -196,11 +217,49 @@ _LISTED: Table = {
 }
 """Arguments of the release of keys.json, by patterns: only real ones, so that a slip of the pen stays one."""
 
+_FORKS: Table = {
+    "deepspeed": unneeded("the sharding is in the file of --deepspeed-config, and in --zero-stage", _FLAG),
+    "deepspeed_config": Rule(None, lambda r, v: (
+        (DIFFERENT, "--zero-stage says what is sharded; import that file as well to see the rest of it") if "zero_stage" in r.values
+        else (REFUSED, "its zero_optimization says what is sharded: import that file as well, and give zero_stage=LEVEL"))),
+    "moe_expert_parallel_size": degree("ep"),
+    "zero_stage": to("train.plan.zero", (0, 1, 2, 3)),
+    "ds_sequence_parallel_size": degree("cp"),
+    "train_tokens": _counted("tokens", "train.steps"),
+    "lr_decay_tokens": _counted("tokens", "schedule.total"),
+    "lr_warmup_tokens": _counted("tokens", "schedule.warmup"),
+    "cpu_optimizer": _flag("train.plan.offload", {"optimizer": "cpu", "gradients": "cpu"}),
+    "no_pipeline_parallel": unneeded("train.plan.pp=1 is no pipeline", _FLAG),
+    **each("task epochs train_data valid_data", refused("it belongs to a script of Megatron's tasks/, which is not read", None, ())),
+    "encoder_seq_length": to("text.context_length", int),
+    **each("decoder_seq_length retriever_* indexer_* evidence_data_path bert_load", different(MODEL)),
+    **each("activations_checkpoint_method activations_checkpoint_num_layers", different("every block is recomputed")),
+    **each("kd kd_* load_teacher *_teacher mos", refused("distillation: write the loss with both models in a Python config")),
+    **each("random_ltd data_efficiency_curriculum_learning ds_sequence_parallel_fpdt", refused(
+        "it is not there; take the flag out")),
+    **each("checkpoint_num_layers distribute_checkpointed_activations partition_activations checkpoint_in_cpu "
+           "contigious_checkpointing synchronize_each_layer", different("train.plan.recompute says it for every block")),
+    **each("DDP_impl no_contiguous_buffers_in_local_ddp no_scatter_gather_tensors_in_pipeline override_lr_scheduler "
+           "use_checkpoint_lr_scheduler deepspeed_activation_checkpointing profile_backward cpu_torch_adam ds_fused_adam "
+           "force_ds_sequence_parallel use_pin_memory use_tutel zero_* no_barrier_with_level_1_timing remote_device "
+           "ds_sequence_parallel_fpdt_* no_load_lr_state reset_iteration", unneeded(
+               "it tunes older Megatrons' or Megatron-DeepSpeed's own way of working")),
+    **each("data_impl mmap_warmup train_*_path train_data_exact_num_epochs return_data_index repeated_dataloader "
+           "aml_data_download_path", different(DATA)),
+    **each("mlp_type topk create_moe_param_group expert_interval num_experts_switch num_key_value_heads "
+           "rotary_position_embeddings_theta use_flash_attn_* embedding_weights_in_fp32 no_query_key_layer_scaling "
+           "disable_mem_efficient_ln disable_moe_* standalone_embedding_stage enable_expert_tensor_parallelism "
+           "pipeline_model_parallel_split_rank no_initialization", different(MODEL)),
+    **each("universal_checkpoint load_tag kill_switch_file", different(SAVES)),
+    **each("log_optimizer_states_to_tensorboard no_log_*_to_tensorboard", different(LOGS)),
+}  # fmt: skip
+"""Arguments of Megatron-DeepSpeed (of July 2025), and of Megatron-LM's releases before 0.4."""
+
 TABLE: Table = {
     **_LISTED,
-    "tensor_model_parallel_size": _ranks("tp"),
-    "pipeline_model_parallel_size": _ranks("pp"),
-    "context_parallel_size": _ranks("cp"),
+    "tensor_model_parallel_size": degree("tp"),
+    "pipeline_model_parallel_size": degree("pp"),
+    "context_parallel_size": degree("cp"),
     "cp_comm_type": unneeded("context parallelism finds its own way", str),
     "num_layers_per_virtual_pipeline_stage": Rule(int, _virtual),
     "virtual_pipeline_model_parallel_size": Rule(int, _virtual_size),
@@ -208,9 +267,9 @@ TABLE: Table = {
     **each(
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
+        different(STAGES),
     ),
-    "expert_model_parallel_size": _ranks("ep"),
+    "expert_model_parallel_size": degree("ep"),
     "expert_tensor_parallel_size": different("each expert is split over all ranks of train.plan.tp", int),
     "sequence_parallel": _flag("train.plan.sequence_parallel", True),
     "use_distributed_optimizer": _flag("train.plan.zero", 1),
@@ -220,17 +279,17 @@ TABLE: Table = {
     "micro_batch_size": to("batch.micro", int),
     "global_batch_size": to("batch.global", int),
     "rampup_batch_size": refused("batches have one size throughout"),
-    "train_iters": to("train.steps", int),
-    "train_samples": _samples("train.steps"),
+    "train_iters": Rule(int, lambda r, v: to("train.steps", None).act(r, min(v, r.settings.get("train.steps", v)))),
+    "train_samples": _counted("samples", "train.steps"),
     "seq_length": to("text.context_length", int),
     "seed": to("train.seed", int),
     "lr": to("optimizer.lr", float),
     "min_lr": to("schedule.min_lr", float),
     "lr_decay_style": Rule(("constant", "linear", "cosine", "inverse-square-root", "WSD"), _decay_style),
     "lr_decay_iters": to("schedule.total", int),
-    "lr_decay_samples": _samples("schedule.total"),
+    "lr_decay_samples": _counted("samples", "schedule.total"),
     "lr_warmup_iters": to("schedule.warmup", int),
-    "lr_warmup_samples": _samples("schedule.warmup"),
+    "lr_warmup_samples": _counted("samples", "schedule.warmup"),
     "lr_warmup_fraction": to("schedule.warmup_ratio", float),
     "lr_warmup_init": to("schedule.start_lr", float),
     "override_opt_param_scheduler": unneeded("a resumed run goes by its own config"),
@@ -240,7 +299,7 @@ TABLE: Table = {
     "adam_beta2": betas(1),
     "adam_eps": to("optimizer.eps", float),
     "weight_decay": to("optimizer.weight_decay", float),
-    "clip_grad": to("train.plan.clip_grad_norm", float, lambda value: value or None),
+    "clip_grad": CLIP,
     **each(
         "start_weight_decay end_weight_decay weight_decay_incr_style", refused("decay is constant", None, ("constant",))
     ),
@@ -255,7 +314,7 @@ TABLE: Table = {
     **each(
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis", different("the scale adapts by itself", float)
     ),
-    "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
+    "recompute_granularity": RECOMPUTE,
     "recompute_activations": _flag("train.plan.recompute", "selective"),
     "recompute_method": different("every block is recomputed", str),
     "recompute_num_layers": different("every block is recomputed by itself", int),
@@ -271,8 +330,8 @@ TABLE: Table = {
     ),
     "megatron_fsdp_main_grads_dtype": different("gradients are kept as reduce_dtype says", str),
     "calculate_per_token_loss": different("a loss_fn that returns (sum, count) is weighed by tokens", _FLAG),
-    "eval_interval": to("train.eval_every", int),
-    "eval_iters": to("train.eval_batches", int, lambda value: value or None),
+    "eval_interval": Rule(int, _eval_interval),
+    "eval_iters": Rule(int, _eval_iters),
     "save_interval": to("train.save_every", int),
     "log_interval": to("train.log_every", int),
     "num_workers": to("train.num_workers", int),
@@ -289,21 +348,29 @@ TABLE: Table = {
     **each(_ARCHITECTURE, different(MODEL)),
     **each(_INPUT, different(DATA)),
     **each(_LOGGING, different(LOGS)),
-    **each(_SAVING, different("train.output_dir, train.save_every and --resume say what is kept and read")),
-    **each(_MACHINE, different("the start says it: 'tensorshard train' or torchrun")),
+    **each(_SAVING, different(SAVES)),
+    **each(LAUNCHER, different("the start says it: 'tensorshard train' or torchrun")),
     **each(_PASSIVE, unneeded("it tunes Megatron's own way of working; results are exact without it")),
     **each(_TOOLS, unneeded("it belongs to another program of the script, such as nsys")),
     **each("inference_*", unneeded("it is for generation; 'tensorshard generate' has its own options")),
     "rlhf_*": refused("reinforcement learning is not there"),
+    **_FORKS,
     "command **": different("another command of the script; its arguments are not looked at"),
-    "if **": refused(
-        "the script goes one way or the other by this, and it is not known: set its variable, as NAME=VALUE"
+    **dict.fromkeys(
+        ("if **", "case **"),
+        refused(
+            "the script goes one way or the other by this, and it is not known: set its variable, as NAME=VALUE",
+            None,
+            (),
+        ),
     ),
 }
 
 
 def read(reading: Reading) -> None:
     """Follows Megatron's table, and writes its defaults out. Names may be written as on a command line."""
+    per_node = "nproc_per_node" if "nproc_per_node" in reading.values else "num_gpus"
+    ranks(reading, per_node, "nnodes" if per_node == "nproc_per_node" else "num_nodes")
     lost = "the value comes from a variable that the script does not set; give it, as NAME=VALUE"
     for key, value in list(reading.values.items()):
         if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?", value):
@@ -321,228 +388,16 @@ def imply(reading: Reading) -> None:
     """Writes Megatron's defaults out."""
     settings = reading.settings
     if "data_parallel_sharding_strategy" in reading.values and not _on(reading.values.get("use_megatron_fsdp")):
-        reading.add("use_megatron_fsdp", "(implied)", DIFFERENT, "the sharding strategy is followed without this flag")
+        reading.add("use_megatron_fsdp", IMPLIED, DIFFERENT, "the sharding strategy is followed without this flag")
     reading.imply("use_distributed_optimizer", "train.plan.zero", 0)
     reading.imply("clip_grad", "train.plan.clip_grad_norm", 1.0)
     reading.imply("optimizer", "optimizer._target_", "torch.optim.AdamW")
     for name, value in (("betas", [0.9, 0.999]), ("eps", 1e-8), ("weight_decay", 0.01)):
         reading.imply(name, f"optimizer.{name}", value)
-    reading.add(
-        "weight_decay of biases and norms",
-        "(implied)",
-        DIFFERENT,
-        "Megatron decays matrices alone; here all, unless the config's optimizer has groups",
-    )
+    say_what_decays(reading, "Megatron")
     reading.imply("lr_decay_style", "schedule.shape", "linear")
     settings.setdefault("optimizer.lr", "???")
     if settings["optimizer.lr"] == "???":
-        reading.add("lr", "(implied)", DIFFERENT, "there is no rate; set optimizer.lr")
+        reading.add("lr", IMPLIED, DIFFERENT, "there is no rate; set optimizer.lr")
         settings.pop("schedule.min_lr", None)
         settings.pop("schedule.start_lr", None)
-
-
-_ASSIGN = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)$")
-
-
-def arguments(text: str, given: dict[str, str]) -> dict[str, Any]:
-    """The arguments of a launch script, with its variables and arrays followed.
-
-    Args:
-        text: the script. given: variables that are set from outside; they win.
-    """
-    text = re.sub(r"\\\r?\n", " ", text)
-    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
-    text = re.sub(r"\(([^()]*)\)", lambda match: "(" + match[1].replace("\n", " ") + ")", text)
-    text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)  # as many words as the array has
-    variables, branches = dict(given), _Branches()
-    lines = []
-    for line in _joined(text):
-        if branches.take(line, variables):
-            continue
-        match = _ASSIGN.match(line)
-        if match:
-            name, more, value = match.groups()
-            value = value.strip()
-            if len(value) > 1 and value[0] + value[-1] in ("()", "''", '""'):
-                value = value[1:-1]
-            value = expand(value, variables, name)
-            variables[name] = given.get(name, f"{variables.get(name, '')} {value}" if more else value)
-        elif "--" in line or "$" in line:
-            lines.append(line)
-    commands = [_split(expand(line, variables)) for line in lines]
-    commands = [words for words in commands if any(word.startswith("--") for word in words)]
-    if not commands:
-        commands = [[word for value in variables.values() for word in _split(value)]]
-    read = [pairs(words) for words in commands]
-    counts = [sum(name in TABLE for name in options) for options in read]
-    main = counts.index(max(counts))
-    others = {f"command {number + 1}": " ".join(commands[number][:8]) for number in range(len(read)) if number != main}
-    return {**read[main], **others, **branches.undecided}
-
-
-class _Branches:
-    """Which lines of a script are run, where it branches by ``if``.
-
-    Attributes:
-        undecided: conditions by what is not known, each with what its branches set.
-    """
-
-    def __init__(self) -> None:
-        self.undecided: dict[str, str] = {}
-        self._stack: list[tuple[bool | None, bool, str]] = []  # runs; an earlier branch ran; the undecided condition
-
-    def take(self, line: str, variables: Mapping[str, str]) -> bool:
-        """Whether nothing is to be done with `line`: it belongs to a branch that is not taken, or to an ``if`` itself."""
-        match = re.match(r"\s*(if|elif|else|fi|then)\b\s*(.*?)\s*(;\s*then)?\s*;?\s*$", line)
-        if match is None:
-            for runs, _, condition in self._stack:
-                if runs is None and ("--" in line or _ASSIGN.match(line)):
-                    self.undecided[condition] = f"{self.undecided.get(condition, '')} {line.strip()}".strip()
-            return any(not runs for runs, _, _ in self._stack)
-        word, condition, _ = match.groups()
-        if word == "if":
-            self._stack.append(self._branch(condition, variables, False))
-        elif self._stack and word == "fi":
-            self._stack.pop()
-        elif self._stack and word in ("elif", "else"):
-            runs, ran, before = self._stack.pop()
-            ran = ran or bool(runs)
-            if runs is None:
-                self._stack.append((None, ran, before))
-            elif word == "else":
-                self._stack.append((not ran, ran, ""))
-            else:
-                self._stack.append(self._branch(condition, variables, ran))
-        return True
-
-    @staticmethod
-    def _branch(condition: str, variables: Mapping[str, str], ran: bool) -> tuple[bool | None, bool, str]:
-        holds = False if ran else _holds(condition, variables)
-        return holds, ran, re.sub(r"\s*\.\s*", ".", f"if {condition}") if holds is None else ""
-
-
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "=": eq, "==": eq, "!=": ne, "-eq": eq, "-ne": ne, "-gt": gt, "-lt": lt, "-ge": ge, "-le": le
-}  # fmt: skip
-
-
-def _holds(condition: str, variables: Mapping[str, str]) -> bool | None:
-    """Whether a condition of the shell holds; None if that is not known from the variables."""
-    for joint, joined in ((r"\|\||-o", any), (r"&&|-a", all)):
-        parts = re.split(rf"\s(?:{joint})\s", condition.strip().strip("[]"))
-        if len(parts) > 1:
-            found = [_holds(part, variables) for part in parts]
-            decides = joined is any
-            return decides if decides in found else None if None in found else not decides
-    words = _split(expand(condition, variables).strip().strip("[]"))
-    negated = words[:1] == ["!"]
-    words = words[negated:]
-    holds: bool | None = None
-    if len(words) == 2 and words[0] in ("-z", "-n"):
-        is_set = bool(re.sub(r"\$\{?\w+\}?", "", words[1]))  # what the script does not set is empty
-        holds = is_set is (words[0] == "-n")
-    elif len(words) == 1 and words[0] in ("-z", "-n"):
-        holds = words[0] == "-z"
-    elif len(words) == 3 and words[1] in _COMPARISONS and "$" not in words[0] + words[2]:
-        one, other = words[0], words[2]
-        if not words[1].startswith("-"):
-            holds = _COMPARISONS[words[1]](one, other)
-        elif re.fullmatch(r"-?\d+", one) and re.fullmatch(r"-?\d+", other):
-            holds = _COMPARISONS[words[1]](int(one), int(other))
-    elif words in (["true"], ["false"]):
-        holds = words == ["true"]
-    return holds if holds is None else holds is not negated
-
-
-def _joined(text: str) -> list[str]:
-    """Lines, those within double quotes joined."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        if lines and lines[-1].count('"') % 2:
-            lines[-1] += " " + line
-        else:
-            lines.append(line)
-    return lines
-
-
-def expand(text: str, variables: Mapping[str, str], own: str = "") -> str:
-    """`text` with known variables replaced, defaults ``${A:-1}`` taken, and ``$((...))`` of whole numbers reckoned."""
-    for _ in range(8):
-        before = text
-        text = re.sub(
-            r"\$\{(\w+)(?::?-([^{}]*))?(?:\[[@*]\])?\}",
-            lambda m: variables.get(m[1], m[2] if m[2] is not None else m[0]),
-            text,
-        )
-        text = re.sub(r"\$([A-Za-z_]\w*|\d)", lambda m: variables.get(m[1], m[0]), text)
-        text = re.sub(
-            r"\$\(\([^()]*\)\)",
-            lambda m: re.sub(r"(?<![\w$])[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), m[0]),
-            text,
-        )
-        text = re.sub(r"\$\(\(([\d\s+*/%-]+)\)\)", lambda m: _reckoned(m[1]) or m[0], text)
-        if text == before or len(text) > 100_000:
-            break
-    return text
-
-
-def _reckoned(text: str) -> str | None:
-    """The value of a sum or product of whole numbers, from left to right within one kind of operator."""
-    terms = re.findall(r"\d+|[+*/%-]", text)
-    kinds = set(terms[1::2])
-    if not terms or not terms[0].isdigit() or (kinds & set("+-") and kinds & set("*/%")):
-        return None
-    value = int(terms[0])
-    for operator, term in zip(terms[1::2], terms[2::2], strict=False):
-        if not term.isdigit() or (operator in "/%" and int(term) == 0):
-            return None
-        number = int(term)
-        value = {"+": value + number, "-": value - number, "*": value * number}.get(operator) or (
-            value // max(1, number) if operator == "/" else value % max(1, number) if operator == "%" else 0
-        )
-    return str(value)
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text, comments=False)
-    except ValueError:
-        return text.split()
-
-
-def pairs(words: Any) -> dict[str, Any]:
-    """Arguments by name, with ``_`` for ``-``, from words, or from pairs of a name and a value.
-
-    An option of the launcher has one value: what follows is the program. What the shell redirects, pipes or runs next
-    belongs to no option.
-    """
-    options: dict[str, Any] = {}
-    if words and isinstance(words[0], list | tuple):
-        for name, value in words:
-            options[_name(str(name))] = value
-        return options
-    name = None
-    for word in map(str, words):
-        if re.match(r"--[A-Za-z]", word):
-            name, equals, value = word.partition("=")
-            name = _name(name)
-            options[name] = value if equals else ""
-        elif _SHELL.match(word):
-            name = None
-        elif name is not None and word != "\\" and ("$" in word or not _ends_launcher(name, options[name], word)):
-            options[name] = f"{options[name]} {word}".strip()
-    return options
-
-
-_SHELL = re.compile(r"(\d*|&)>|(<|\||\|\||&|&&|;)$")
-_LAUNCHER = frozenset(_MACHINE.split())
-_PROGRAM = re.compile(r"(.*/)?(python[\d.]*|torchrun|bash|sh|[\w.-]+\.(py|sh))$")
-
-
-def _ends_launcher(name: str, value: str, word: str) -> bool:
-    """Whether `word` is no part of the value of `name`, but the program that a launcher starts, or an option of it."""
-    return name in _LAUNCHER and (bool(value) or _PROGRAM.match(word) is not None)
-
-
-def _name(word: str) -> str:
-    return word.lstrip("-").replace("-", "_")

@@ -19,9 +19,12 @@ from tensorshard.foreign_configs import (
     accelerate,
     deepspeed,
     libai,
+    lightning,
     megatron,
-    others,
+    nemo,
+    paddle,
     python_files,
+    shell,
     torchtitan,
     torchtune,
     trainers,
@@ -36,8 +39,8 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     flat,
     follow,
-    refused,
 )
+from tensorshard.foreign_configs.rules import refused
 
 _PLAN = "train.plan."
 _VERDICTS = (TRANSLATED, DIFFERENT, NOT_NEEDED, REFUSED)
@@ -51,13 +54,28 @@ SOURCES: dict[str, Read] = {
     "torchtitan": torchtitan.read,
     "torchtune": torchtune.read,
     "libai": libai.read,
-    "paddle": lambda reading: others.read(reading, others.PADDLE, "Paddle"),
+    "paddle": paddle.read,
     "axolotl": lambda reading: trainers.read(reading, "axolotl"),
     "llama-factory": lambda reading: trainers.read(reading, "LLaMA-Factory"),
-    "lightning": lambda reading: others.read(reading, others.LIGHTNING, "Lightning"),
-    "nemo": lambda reading: others.read(reading, others.NEMO, "NeMo"),
+    "lightning": lightning.read,
+    "nemo": nemo.read,
 }
 """The programs whose configs are read."""
+
+REFUSED_PROGRAMS = {
+    "verl": "verl trains by reinforcement learning, with generation in the loop, which is not there",
+    "transformers": "scripts of transformers' Trainer are not read; import the file of their --deepspeed by itself",
+    "ms-swift": "ms-swift's scripts are not read; train.plan, optimizer and scheduler of 'tensorshard train hf' take their place",
+    "nanotron": "nanotron's configs are not read; its parallelism section is train.plan's dp_shard, tp and pp",
+    "picotron": "picotron's configs are not read; its distributed section is train.plan's dp_shard, tp, pp and cp",
+    "litgpt": "LitGPT's configs are not read; train.plan, optimizer and scheduler of 'tensorshard train hf' take their place",
+    "llm-foundry": "LLM Foundry's configs are not read; fsdp_config is train.plan.zero=3 with precision=bf16",
+    "automodel": "NeMo Automodel's recipes name Python classes; distributed is train.plan's tp, cp, pp and dp_shard",
+    "veomni": "VeOmni's configs are not read; train.accelerator is train.plan's dp_shard, tp and cp",
+    "arctic": "Arctic Training's configs are not read; import its deepspeed section by itself",
+    "gpt-neox": "GPT-NeoX builds its own models; import its zero_optimization and optimizer sections by themselves",
+}
+"""Programs whose configs are known and not read, with what to do instead."""
 
 # Keys that only the config of this program has; the first program with one of them is it.
 _SIGNS = (
@@ -95,6 +113,7 @@ _SIGNS = (
 _SCRIPTS = {
     "verl": r"-m\s+verl\.",
     "ms-swift": r"(?m)^[^#\n]*\b(swift|megatron)\s+(sft|pt|rlhf|export)\b",
+    "transformers": r"--per[-_]device[-_]train[-_]batch[-_]size",
 }
 """What only the launch scripts of these programs have."""
 _GPT_NEOX = ("pipe_parallel_size", "model_parallel_size", "pipe-parallel-size", "model-parallel-size")
@@ -195,6 +214,9 @@ def _say_what_is_ours(reading: Reading) -> None:
         reading.add("batch sizes", IMPLIED, DIFFERENT, "the file has none: train.global_batch_size=8 is this package's")
     if "train.steps" not in settings:
         reading.add("steps", IMPLIED, DIFFERENT, "the file has none: train.steps=100 is this package's; set it")
+    if "text.context_length" not in settings:
+        text = "the file has none: samples of text.context_length=256 tokens are this package's; set it"
+        reading.add("length of samples", IMPLIED, DIFFERENT, text)
 
 
 def _settle_batches(reading: Reading) -> None:
@@ -262,14 +284,25 @@ def _settle_schedule(reading: Reading, source: str) -> None:
     steps = total if isinstance(total, int) else None
     if warmup is None and ratio:
         warmup = _ROUNDED.get(source, round)(ratio * steps) if steps else "???"
+    offset, hold = settings.get("schedule.offset", 0), settings.get("schedule.hold", 0)
+    if hold and (steps is None or steps <= hold):
+        text = f"the last {hold} steps keep the last rate, and the run has {steps or 'no given number of'} steps: give it more"
+        reading.add("learning rate", IMPLIED, REFUSED, text)
+        return
+    if hold and steps is not None:
+        total = steps - hold
+    elif settings.get("schedule.from_one") and isinstance(warmup, int) and warmup and steps is not None:
+        warmup, total, offset = warmup + 1, steps + 1, 1  # step s of the warm-up has (s + 1) / (warm-up + 1)
     values = {
         "shape": shape,
         "warmup_steps": warmup or 0,
-        "total_steps": "${train.steps}" if steps is None or steps == settings.get("train.steps") else steps,
+        "total_steps": "${train.steps}"
+        if not isinstance(total, int) or total == settings.get("train.steps")
+        else total,
         "warmup_shape": settings.get("schedule.warmup_shape", "linear"),
         "start_ratio": _as_ratio(settings, "start", rate),
         "min_ratio": _as_ratio(settings, "min", rate),
-        "offset": settings.get("schedule.offset", 0),
+        "offset": offset,
         "decay_offset": settings.get("schedule.decay_offset", 0),
     }
     if settings.get("schedule.decay_ratio") is not None:
@@ -321,21 +354,21 @@ def read_config(
     Raises:
         ValueError: the source is unknown, or the config is no mapping.
     """
-    if source is not None and source not in SOURCES and source not in others.REFUSED_PROGRAMS:
+    if source is not None and source not in SOURCES and source not in REFUSED_PROGRAMS:
         near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"there is no source {source!r}; {hint}(the sources: {', '.join(SOURCES)})")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ValueError(f"world_size is {world_size!r}; it must be the number of processes, 1 or more")
     if isinstance(config, list | tuple):
-        config = megatron.pairs(config)
+        config = shell.pairs(config)
     if not isinstance(config, Mapping):
         raise ValueError(f"{where} holds {type(config).__name__}, but a config is a mapping of keys to values")
     values = {".".join(path): value for path, value in flat(config) if path}
     values.update(given or {})
-    values = {key: _followed(value, values) for key, value in values.items()}
+    values = {key: _followed(key, value, values) for key, value in values.items()}
     if source == "megatron":
-        values = {key.strip("-").replace("-", "_"): value for key, value in values.items()}
+        values = {key if " " in key else key.strip("-").replace("-", "_"): value for key, value in values.items()}
     left_out = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in without)]
     missing = [name for name in without if not any(k == name or k.startswith(f"{name}.") for k in left_out)]
     if missing:
@@ -350,23 +383,31 @@ def read_config(
             f"{where} is like no config that is known; name its program with --from ({', '.join(SOURCES)}), or, from "
             f"Python, by Plan.from_deepspeed and its siblings"
         )
-    if program in others.REFUSED_PROGRAMS:
-        follow({"**": refused(others.REFUSED_PROGRAMS[program], None, ())}, reading, program)
+    if program in REFUSED_PROGRAMS:
+        follow({"**": refused(REFUSED_PROGRAMS[program], None, ())}, reading, program)
         for index, entry in enumerate(reading.entries):
             if entry.verdict != REFUSED and entry.key not in left_out:
-                reading.entries[index] = type(entry)(entry.key, entry.value, REFUSED, others.REFUSED_PROGRAMS[program])
+                reading.entries[index] = type(entry)(entry.key, entry.value, REFUSED, REFUSED_PROGRAMS[program])
         return Ledger(program, tuple(reading.entries), {}, world_size)
     SOURCES[program](reading)
     return finish(reading, program)
 
 
-def _followed(value: Any, values: Mapping[str, Any]) -> Any:
-    """`value`, or what it refers to as a whole: ``${a.b}``, as OmegaConf writes it."""
+def _followed(key: str, value: Any, values: Mapping[str, Any]) -> Any:
+    """`value` at `key`, or what it refers to as a whole, as OmegaConf writes it.
+
+    ``${a.b}`` is seen from the top, or from above the file, whose group is then the first name; ``${.b}`` is beside the key.
+    """
     for _ in range(8):
-        match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-        if match is None or match[1] not in values:
+        match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", value) if isinstance(value, str) else None
+        if match is None:
             return value
-        value = values[match[1]]
+        up, name = len(match[1]), match[2]
+        places = [".".join([*key.split(".")[:-up], name])] if up else [name, name.partition(".")[2]]
+        found = next((place for place in places if place in values), None)
+        if found is None:
+            return value
+        key, value = found, values[found]
     return value
 
 
@@ -429,7 +470,12 @@ def _parsed(path: Path, text: str, given: dict[str, Any]) -> Any:
         raise ValueError(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from error
     variables = {key: str(given.pop(key)) for key in list(given) if re.search(rf"\b{re.escape(key)}\b", text) and
                  re.search(rf"\$\{{?{re.escape(key)}\b", text)}  # fmt: skip
-    arguments = megatron.arguments(text, variables)
+    arguments = shell.arguments(text, variables, megatron.TABLE)
+    options = [key for key in arguments if key in megatron.TABLE and key not in shell.LAUNCHER.split()]
+    if not options and path.suffix != ".py" and not any(re.search(sign, text) for sign in _SCRIPTS.values()):
+        raise ValueError(
+            f"{path} has no arguments of Megatron's; give the script that has them, or set its variables, as NAME=VALUE"
+        )
     if not arguments and path.suffix == ".py":
         raise ValueError(
             f"{path} is Python, which is read and not run: it is no config of LiBai's, has no function that returns one of "

@@ -10,9 +10,18 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     Rule,
     Unread,
+    follow,
+)
+from tensorshard.foreign_configs.rules import (
+    DATA,
+    LOGS,
+    MODEL,
+    OFFLOAD_ALL,
+    STAGES,
+    betas,
+    degree,
     different,
     each,
-    follow,
     only_if,
     refused,
     to,
@@ -28,13 +37,6 @@ _SCHEDULES = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
-MODEL = "the model is yours: train MODEL.py's, or model.pretrained=DIR; this key says how theirs is built"
-DATA = "the data is yours: data.train, or text.files for the shipped dataset"
-LOGS = "metrics go to metrics.jsonl; train.loggers names tensorboard, wandb or mlflow"
-
-
-def _degree(axis: str) -> Rule:
-    return to(f"train.plan.{axis}", int)
 
 
 def _schedule(reading: Reading, value: str) -> Outcome:
@@ -62,18 +64,6 @@ def _optimizer(reading: Reading, value: str) -> Outcome:
 def _decay(reading: Reading, value: str) -> Outcome:
     reading.settings["schedule.shape"] = value
     return TRANSLATED, f"scheduler.shape={value}"
-
-
-def betas(index: int, other: float = 0.999) -> Rule:
-    """One of the two decay rates of Adam's means; the second is `other` where the file does not have it."""
-
-    def act(reading: Reading, value: float) -> Outcome:
-        both = list(reading.settings.get("optimizer.betas", (0.9, other)))
-        both[index] = value
-        reading.settings["optimizer.betas"] = both
-        return TRANSLATED, f"optimizer.betas[{index}]={value}"
-
-    return Rule(float, act)
 
 
 def _dtype(name: str, fits: tuple[str, ...]) -> Rule:
@@ -147,11 +137,11 @@ def _model(reading: Reading, value: Any) -> Outcome:
 
 _HALF = ("float32", "bfloat16")
 TABLE: dict[str, Rule] = {
-    "parallelism.data_parallel_replicate_degree": _degree("dp_replicate"),
-    "parallelism.data_parallel_shard_degree": _degree("dp_shard"),
-    "parallelism.tensor_parallel_degree": _degree("tp"),
-    "parallelism.pipeline_parallel_degree": _degree("pp"),
-    "parallelism.context_parallel_degree": _degree("cp"),
+    "parallelism.data_parallel_replicate_degree": degree("dp_replicate"),
+    "parallelism.data_parallel_shard_degree": degree("dp_shard"),
+    "parallelism.tensor_parallel_degree": degree("tp"),
+    "parallelism.pipeline_parallel_degree": degree("pp"),
+    "parallelism.context_parallel_degree": degree("cp"),
     "parallelism.pipeline_parallel_schedule": Rule(tuple(_SCHEDULES), _schedule),
     "parallelism.pipeline_parallel_microbatch_size": different("train.plan.micro_batches says how many there are", int),
     "parallelism.pipeline_parallel_split_points": different("train.plan.pp_split names the modules that start a stage"),
@@ -159,7 +149,7 @@ TABLE: dict[str, Rule] = {
     **each(
         "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
         "pipeline_parallel_schedule_csv pipeline_parallel_expert_parallel_overlap",
-        different("stages are balanced by cost; train.plan.pp_split sets the cuts"),
+        different(STAGES),
         "parallelism.",
     ),
     "parallelism.fsdp_reshard_after_forward": Rule(("default", "always", "never"), _reshard),
@@ -169,7 +159,7 @@ TABLE: dict[str, Rule] = {
     "parallelism.disable_loss_parallel": different("losses of split logits are always exact", bool),
     "parallelism.context_parallel_rotate_method": unneeded("context parallelism finds its own way", str),
     "parallelism.enable_compiled_autograd": refused("train.plan.compile compiles blocks", bool),
-    "parallelism.expert_parallel_degree": _degree("ep"),
+    "parallelism.expert_parallel_degree": degree("ep"),
     "parallelism.expert_tensor_parallel_degree": different("each expert is split over all ranks of train.plan.tp", int),
     **each(
         "expert_parallel_comm_backend expert_parallel_a2a_impl",
@@ -184,14 +174,9 @@ TABLE: dict[str, Rule] = {
     "training.mixed_precision_param": _dtype("param", _HALF),
     "training.mixed_precision_reduce": _dtype("reduce", _HALF),
     "training.dtype": refused("master weights are always fp32", str, ("float32",)),
-    "training.enable_cpu_offload": Rule(
-        bool,
-        lambda r, v: to("train.plan.offload", None).act(
-            r, {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"} if v else None
-        ),
-    ),
+    "training.enable_cpu_offload": OFFLOAD_ALL,
     "training.seed": to("train.seed", int),
-    **each("training.dataset training.dataset_path training.dataset_name", different(DATA)),
+    **each("data.** training.dataset training.dataset_path training.dataset_name", different(DATA)),
     **each("training.img_size training.classifier_free_guidance_prob training.dataloader.**", different(DATA)),
     "training.deterministic": different("call torch.use_deterministic_algorithms(True) in the config", bool),
     **each("training.gc_freq training.gc_debug", unneeded("garbage is collected between steps as Python does")),
@@ -295,6 +280,8 @@ TABLE: dict[str, Rule] = {
     **each("loss loss.**", different("the loss is the model's own, or a loss function of yours; its mean is over all tokens")),
     "dump_folder": different("train.output_dir is the run's directory, runs/NAME-N by default", str),
     **each("profiler.**", different("train.profile=10-12 and train.profile_memory write them")),
+    **each("async_loop.** generator.** trainer.** renderer.** rollouter.** grader.**", refused(
+        "reinforcement learning, with generation in the loop, is not there", None, ())),
     "override.imports": refused("functions that change the model at its build are yours to call", None, ([],)),
     **each("_target_ **._target_", unneeded("it is the class of its group")),
     "line *": refused("the file is read and not run, and this may change the config: take it out", None, ()),

@@ -13,16 +13,23 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     Rule,
     Table,
+    follow,
+)
+from tensorshard.foreign_configs.rules import (
+    DATA,
+    LOGS,
+    MODEL,
+    RECOMPUTE,
+    RECOMPUTE_ALL,
+    RESHARD,
+    SAVES,
     different,
     each,
-    follow,
     refused,
     to,
     unneeded,
 )
-from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL
 
-_SAVES = "train.output_dir, train.save_every, train.keep_checkpoints and --resume say what is kept and read"
 _STEPS = "a run counts steps: set train.steps to epochs x steps of an epoch"
 _OTHER = "this is no recipe of fine-tuning; 'tensorshard train' fine-tunes"
 _LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
@@ -135,7 +142,7 @@ TABLE: Table = {
     **each("model.*", different(MODEL)),
     "checkpointer._component_": Rule(str, _checkpointer),
     "checkpointer.checkpoint_dir": to("model.pretrained", str),
-    **each("checkpointer.**", different(_SAVES)),
+    **each("checkpointer.**", different(SAVES)),
     "tokenizer.max_seq_len": to("text.context_length", int),
     **each("tokenizer.** resize_token_embeddings", different(MODEL)),
     **each("dataset.** dataset_val.** datasets dataloader.** shuffle collate_fn batch_size_val", different(DATA)),
@@ -160,13 +167,12 @@ TABLE: Table = {
     "compile.model": to("train.plan.compile", bool),
     "compile.*": different("each block is compiled by itself; the loss is computed in tiles where it is large"),
     "dtype": Rule(("bf16", "fp32"), _dtype),
-    "enable_activation_checkpointing": Rule(bool, lambda r, v: (
-        to("train.plan.recompute", None).act(r, "full" if v else "none"))),
+    "enable_activation_checkpointing": RECOMPUTE_ALL,
     "enable_activation_offloading": _offload(("activations",)),
     "fsdp_cpu_offload": _offload(("optimizer", "gradients", "parameters")),
     "fsdp.cpu_offload": _offload(("optimizer", "gradients", "parameters")),
-    "fsdp_reshard_after_forward": Rule(bool, lambda r, v: to("train.plan.zero", None).act(r, 3 if v else 2)),
-    "ac_mode": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
+    "fsdp_reshard_after_forward": RESHARD,
+    "ac_mode": RECOMPUTE,
     "ac_option": different("selective keeps products of matrices and attention of every block"),
     "tensor_parallel_dim": to("train.plan.tp", int),
     "tensor_parallel_plan.**": unneeded("the layers to split are found"),
@@ -175,7 +181,8 @@ TABLE: Table = {
     "data_parallel_shard_dim": to("train.plan.dp_shard", int),
     "data_parallel_replicate_dim": to("train.plan.dp_replicate", int),
     **each("custom_sharded_layers memory_efficient_fsdp_wrap", unneeded("units are found; train.plan.shard_units names others")),
-    **each("low_cpu_ram use_flex use_distributed_state_dict activation_offloading_use_streams", unneeded(
+    **each("early_exit_loss early_exit_loss.** layer_dropout layer_dropout.**", refused("layers are not left out; train without it")),
+    **each("enable_expandable_segments low_cpu_ram use_flex use_distributed_state_dict activation_offloading_use_streams", unneeded(
         "the trainer here does it, or does without")),
     "cudnn_deterministic_mode": different("call torch.use_deterministic_algorithms(True) in the config"),
     **each("quantizer quantizer.** fake_quant_after_n_steps enable_fp8_training", refused(
@@ -183,15 +190,16 @@ TABLE: Table = {
     "fp8_recipe_name": unneeded("it says how fp8 works"),
     "device": different("the devices are what the start sees", str),
     "log_every_n_steps": to("train.log_every", int),
-    **each("metric_logger.** profiler.** log_level log_peak_memory_stats profile_memory name", different(LOGS)),
+    **each("metric_logger.** profiler.** log_level log_peak_memory_stats profile_memory name debug_*", different(LOGS)),
     "run_val_every_n_steps": to("train.eval_every", int),
     "save_every_n_steps": to("train.save_every", int),
     "save_adapter_weights_only": different("engine.save_pretrained(adapters_only=True) writes the adapters", bool),
-    **each("output_dir resume_from_checkpoint enable_async_checkpointing save_every_n_epochs base_model_path", different(_SAVES)),
+    **each("output_dir resume_from_checkpoint enable_async_checkpointing save_every_n_epochs base_model_path", different(SAVES)),
     **each("kd_loss.** kd_ratio teacher_model.** teacher_checkpointer.** ref_checkpointer.** ref_policy_checkpointer.** "
            "policy_model.** reward_* reward_*.** value_checkpointer.** ppo_* grpo_samples forward_batch_size num_steps "
            "orchestration.** inference.** postprocessing.** training.** prompt prompt.** tasks limit max_new_tokens "
-           "max_generated_tokens stop_token_ids enable_kv_cache temperature top_k max_seq_length", refused(_OTHER, None, ())),
+           "max_generated_tokens stop_token_ids enable_kv_cache temperature top_k max_seq_length apply_chat_template include_path "
+           "gamma lmbda kl_coeff min_response_length penalise_no_eos whiten_rewards", refused(_OTHER, None, ())),
 }  # fmt: skip
 
 
@@ -207,7 +215,4 @@ def read(reading: Reading) -> None:
         imply_optimizer(reading, 1e-3, decay=0.01 if settings["optimizer._target_"].endswith("W") else 0.0)
     adapters.imply(reading, r=8, lora_alpha=16, lora_dropout=0.0)
     reading.imply("gradient_accumulation_steps", "batch.accumulate", 1)
-    if "text.context_length" not in settings:
-        text = "a sample is as long as it is there; text.context_length=256 is this package's: set it"
-        reading.add("tokenizer.max_seq_len", "(implied)", DIFFERENT, text)
     settings.setdefault("train.steps", "???")

@@ -15,18 +15,28 @@ from tensorshard.foreign_configs.ledger import (
     Reading,
     Rule,
     Table,
+    follow,
+)
+from tensorshard.foreign_configs.rules import (
+    CLIP,
+    DATA,
+    LOGS,
+    MODEL,
+    OFFLOAD_ALL,
+    OFFLOADED,
+    RECOMPUTE,
+    RESHARD,
+    SAVES,
+    betas,
     different,
     each,
-    follow,
     refused,
     to,
     unneeded,
 )
-from tensorshard.foreign_configs.torchtitan import DATA, LOGS, MODEL, betas
 
 _LORA = "such adapters are not there in a config: wrap the model with peft in a Python config (docs/adapters.md)"
 _QUANT = "weights of 8 and 4 bits are not trained on here; load the model in 16 bits"
-_SAVES = "train.output_dir, train.save_every, train.keep_checkpoints and --resume say what is kept and read"
 _EPOCHS = "a run counts steps: set train.steps to epochs x samples / samples a step"
 
 
@@ -78,7 +88,7 @@ def _fsdp(reading: Reading, value: Any) -> Outcome:
         return NOT_NEEDED, "it is empty"
     reading.settings["train.plan.zero"] = 2 if "shard_grad_op" in words else 0 if "no_shard" in words else 3
     if "offload" in words:
-        reading.settings["train.plan.offload"] = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
+        reading.settings["train.plan.offload"] = dict(OFFLOADED)
     return TRANSLATED, f"train.plan.zero={reading.settings['train.plan.zero']}"
 
 
@@ -128,7 +138,7 @@ _HF: Table = {
     "weight_decay": to("optimizer.weight_decay", float),
     "adam_beta1": betas(0),
     "adam_beta2": betas(1),
-    "max_grad_norm": to("train.plan.clip_grad_norm", float, lambda value: value or None),
+    "max_grad_norm": CLIP,
     "max_steps": Rule(int, _max_steps),
     "warmup_steps": Rule(float, _warmup),
     "warmup_ratio": Rule(float, _warmup),
@@ -160,7 +170,7 @@ _HF: Table = {
         "save_strategy save_only_model save_safetensors output_dir overwrite_output_dir resume_from_checkpoint "
         "load_best_model_at_end metric_for_best_model greater_is_better hub_model_id push_to_hub hub_strategy "
         "auto_resume_from_checkpoints saves_per_epoch save_first_step",
-        different(_SAVES),
+        different(SAVES),
     ),
     **each("eval_strategy evaluation_strategy evals_per_epoch do_eval eval_batch_size per_device_eval_batch_size "
            "eval_accumulation_steps eval_on_start prediction_loss_only do_predict predict_with_generate eval_max_new_tokens "
@@ -176,7 +186,7 @@ _HF: Table = {
            "log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen include_for_metrics include_tkps "
            "include_effective_tokens_per_second skip_memory_metrics print_param_status", different(LOGS)),
     **each("hub_* ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint save_on_each_node",
-           different(_SAVES)),
+           different(SAVES)),
     **each("eval_delay eval_do_concat_batches eval_on_each_dataset eval_use_gather_object batch_eval_metrics bf16_full_eval "
            "fp16_full_eval compute_accuracy generation_* eval_num_beams eval_sequence_len",
            different("data.validation is evaluated every train.eval_every steps")),
@@ -301,10 +311,12 @@ LLAMA_FACTORY: Table = {
     "pipeline_model_parallel_size": to("train.plan.pp", int),
     "context_parallel_size": to("train.plan.cp", int),
     "sequence_parallel": to("train.plan.sequence_parallel", bool),
-    "use_distributed_optimizer": Rule(bool, lambda r, v: to("train.plan.zero", None).act(r, 1 if v else 0)),
-    **each("overlap_grad_reduce overlap_param_gather use_reentrant_gc recompute_method recompute_num_layers",
+    "use_distributed_optimizer": to("train.plan.zero", bool, int),
+    **each("overlap_* *_fusion use_mcore_* moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap moe_token_dispatcher_type "
+           "variable_seq_lengths", unneeded("it tunes Megatron's own way of working")),
+    **each("use_reentrant_gc recompute_method recompute_num_layers",
            unneeded("communication overlaps here where a stream exists, and every block is recomputed")),
-    "recompute_granularity": Rule(("full", "selective"), lambda r, v: to("train.plan.recompute", None).act(r, v)),
+    "recompute_granularity": RECOMPUTE,
     "expert_model_parallel_size": to("train.plan.ep", int),
     "disable_gradient_checkpointing": Rule(bool, lambda r, v: _recompute(r, not v)),
     **each("gradient_checkpointing activation_checkpointing", Rule((True, False, "true"), lambda r, v: (
@@ -324,7 +336,8 @@ LLAMA_FACTORY: Table = {
         "lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target": "target_modules",
         "additional_target": "modules_to_save", "use_dora": "use_dora", "use_rslora": "use_rslora"}),
     "create_new_adapter": unneeded("adapters are new, unless adapter_name_or_path names some", bool),
-    **each("lora_* loraplus_* pissa_* adapter_name_or_path", adapters.others(_factory_adapts)),
+    **each("lora_* loraplus_* pissa_*", adapters.others(_factory_adapts)),
+    "adapter_name_or_path": adapters.others(_factory_adapts, "new adapters are trained; engine.load_adapters reads some"),
     **each("freeze_trainable_* freeze_extra_modules", unneeded("it says what is trained, see finetuning_type")),
     **each("freeze_vision_tower freeze_multi_modal_projector freeze_language_model train_mm_proj_only", different(
         "requires_grad_(False) on those parameters in a Python config", bool)),
@@ -364,16 +377,15 @@ LLAMA_FACTORY_V1: Table = {
     "logging_steps": to("train.log_every", int),
     "save_steps": Rule(float, _steps),
     "save_total_limit": to("train.keep_checkpoints", int),
-    **each("output_dir resume_from_checkpoint save_epochs save_ckpt_as_hf", different(_SAVES)),
+    **each("output_dir resume_from_checkpoint save_epochs save_ckpt_as_hf", different(SAVES)),
     "batching_strategy": Rule(("normal", "padding_free", "dynamic_batching", "dynamic_padding_free"), lambda r, v: (
         (DIFFERENT, "batches have one number of samples; tokens of several are packed into one where it helps") if v == "normal"
         else (DIFFERENT, f"{v}: samples are pieces of text.context_length tokens, without padding"))),
     **each("batching_workers dataloader_num_workers", to("train.num_workers", int)),
     "dist_config.name": Rule(("fsdp2", "deepspeed", "fsdpturbo"), lambda r, v: (
         to("train.plan.zero", None).act(r, 3) if v != "deepspeed" else (NOT_NEEDED, "the file that it names says how"))),
-    "dist_config.reshard_after_forward": Rule(bool, lambda r, v: to("train.plan.zero", None).act(r, 3 if v else 2)),
-    "dist_config.offload_params": Rule(bool, lambda r, v: to("train.plan.offload", None).act(
-        r, {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"} if v else None)),
+    "dist_config.reshard_after_forward": RESHARD,
+    "dist_config.offload_params": OFFLOAD_ALL,
     "dist_config.ep_size": to("train.plan.ep", int),
     **each("pin_memory dcp_path ep_dispatcher", unneeded("the trainer here does it, or does without"), "dist_config."),
     "dist_config.config_file": Rule(None, _deepspeed),
