@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tensorshard.checkpoint.parts import OptimizerPart, WeightsPart
+from tensorshard.checkpoint.pieces import PiecesSavePlanner
 from tensorshard.comm.decisions import decide_once, meet
 from tensorshard.common.folders import WholeFolder
 from tensorshard.common.words import kind_of
@@ -113,7 +114,8 @@ def write_dcp(
     name = decide_once(begin, group)
     try:
         with without_torch_functions_of_tensors():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(name), process_group=group)
+            writer = dcp.FileSystemWriter(name)
+            dcp.save(state, storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
     except (Exception, dcp.CheckpointException) as error:  # which derives from BaseException
         if folder is not None:
             folder.discard()
