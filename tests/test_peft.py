@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import tensorshard as ts
 from parity import assert_same_state
+from tensorshard import cli
 from tensorshard.checkpoint.export import export_checkpoint
 from tensorshard.comm.sharding import to_local
 from tensorshard.model.quantized import as_bytes
@@ -566,3 +569,76 @@ def test_quantized_weights_that_no_plan_takes():
     with pytest.raises(ValueError, match=r"parameter '0.weight' is .*Integers.*freeze it with requires_grad_"):
         ts.parallelize(trained, **ENGINE)
     assert isinstance(trained[0].weight, Integers)
+
+
+def _saved(kind: str, fields: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
+    """A checkpoint, one of what is trained, and the adapters as the Engine writes them; all weights."""
+    engine = _engine(made(kind), fields)
+    _steps(engine, range(2))
+    engine.save(f"{path}/all")
+    engine.save(f"{path}/trained", trained_only=True)
+    engine.save_pretrained(f"{path}/by-engine", adapters_only=True)
+    return engine.full_state_dict()
+
+
+def _read_files(path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {file.relative_to(path).as_posix(): load_file(file) for file in sorted(path.rglob("*.safetensors"))}
+
+
+@pytest.mark.fast_cases("linear-zero3")
+@pytest.mark.parametrize("plan", ["zero3", "tp", "pp"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "embedding", "Conv1D", "experts", "rsLoRA", "DoRA", "IA3", "saved", "bias", "tied",
+             "several", "two at once"],
+)  # fmt: skip
+def test_a_checkpoint_is_exported_with_its_adapters_merged_or_alone(ranks, tmp_path, capsys, kind, plan):
+    state = ranks(2, _saved, kind, PLANS[plan], str(tmp_path))[0]
+    model = made(kind)
+    model.load_state_dict(state)
+    expected = model.merge_and_unload()
+    assert cli.main(["export", f"{tmp_path}/all", f"{tmp_path}/merged", "--merge"]) == 0
+    found = type(expected).from_pretrained(tmp_path / "merged")
+    assert_same_bits(found.state_dict(), expected.state_dict())
+    assert torch.equal(found(tokens(5)).logits, expected(tokens(5)).logits)
+    assert cli.main(["export", f"{tmp_path}/all", f"{tmp_path}/torch", "--merge", "--to", "torch"]) == 0
+    assert_same_bits(torch.load(tmp_path / "torch" / "model.pt", weights_only=True), expected.state_dict())
+    capsys.readouterr()
+    for checkpoint in ("all", "trained"):
+        assert cli.main(["export", f"{tmp_path}/{checkpoint}", f"{tmp_path}/{checkpoint}-adapters"]) == 0
+        assert "--merge writes the base with the adapters merged into its weights" in capsys.readouterr().out
+        written, by_engine = _read_files(tmp_path / f"{checkpoint}-adapters"), _read_files(tmp_path / "by-engine")
+        assert written.keys() == by_engine.keys()
+        for name, tensors in by_engine.items():
+            # What is trained lacks the frozen embedding that peft writes beside an adapter of it.
+            left_out = ".base_layer." if checkpoint == "trained" else None
+            expected_here = {n: v for n, v in tensors.items() if left_out is None or left_out not in n}
+            assert_same_bits(written[name], expected_here)
+    assert cli.main(["export", f"{tmp_path}/trained", f"{tmp_path}/never", "--merge"]) == 2
+    assert "has the trained parameters alone" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def _without_a_base(path: str) -> None:
+    _engine(made("prompt"), dict(zero=1)).save(f"{path}/prompt")
+    _engine(llama(), dict(zero=1)).save(f"{path}/plain")
+    base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    own = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+    ts.parallelize(own, **ENGINE).save(f"{path}/own")
+
+
+def test_what_cannot_be_merged_says_why(ranks, tmp_path, capsys):
+    ranks(1, _without_a_base, str(tmp_path))
+    for checkpoint, words, said in (
+        ("prompt", ["--merge"], "peft's type PROMPT_TUNING, which are not added to weights"),
+        ("plain", ["--merge"], "has no adapters of peft: export it without"),
+        ("own", ["--merge"], "on a base that is no model of transformers, and that no file describes"),
+        ("own", [], "on a base that is no model of transformers, and that no file describes"),
+    ):
+        assert cli.main(["export", f"{tmp_path}/{checkpoint}", f"{tmp_path}/never", *words]) == 2
+        assert said in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "never").exists()

@@ -15,9 +15,15 @@ from tensorshard.models import next_token_loss
 
 STEPS = 6
 DECAYS: dict[str, Any] = {"ema": 0.7, "mean": None, "warm-up": lambda updates: min(0.9, (1 + updates) / (10 + updates))}
+KINDS = {
+    **{kind: (decay, "first_update") for kind, decay in DECAYS.items()},
+    **{f"initial {kind}": (decay, "initial") for kind, decay in DECAYS.items()},
+}
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, dict(zero=3)),
     "zero1": (2, dict(zero=1)),
+    "zero2": (2, dict(zero=2)),
+    "zero0": (2, dict(zero=0)),
     "tp": (2, dict(tp=2)),
     "pp": (2, dict(pp=2, micro_batches=2)),
     "hybrid": (4, dict(dp_replicate=2, zero=3, recompute="full")),
@@ -29,11 +35,13 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def _alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the average after each step, and the average, in plain torch."""
-    decay = DECAYS[kind]
+    decay, start = KINDS[kind]
     model = parity.build("gpt")
     optimizer = parity.ADAMW(model.parameters())
     choose = {} if decay is None else {"multi_avg_fn": _moving(decay)}
     averaged = AveragedModel(model, **choose)
+    if start == "initial":
+        averaged.update_parameters(model)  # which copies them
     losses = []
     for step in range(STEPS):
         inputs, targets = parity.batch("gpt", step)
@@ -64,7 +72,8 @@ def _moving(decay: Any) -> Callable[..., None]:
 
 def _averaged(fields: dict[str, Any], kind: str, folder: Path) -> tuple[list[float], Any, Any, float]:
     engine = parity.make_engine("gpt", fields)
-    average = engine.average(DECAYS[kind])
+    decay, start = KINDS[kind]
+    average = engine.average(decay, start=start)
     losses = []
     for step in range(STEPS):
         batch = parity.shard(engine, *parity.batch("gpt", step))
@@ -86,6 +95,7 @@ def _loaded(fields: dict[str, Any], folder: Path) -> tuple[Any, int, list[str]]:
     average = engine.average(0.7)
     refusals = [_refusal(lambda: engine.average(0.7)), _refusal(lambda: engine.average(1.5, name="other"))]
     refusals += [_refusal(lambda: engine.average(name="a.b")), _refusal(lambda: engine.average(name="c", every=0))]
+    refusals.append(_refusal(lambda: engine.average(name="c", start="first")))
     engine.load(folder / "saved")
     with average.applied():
         state = engine.full_state_dict()
@@ -111,7 +121,7 @@ def _refusal(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.fast_cases("zero3-ema")
-@pytest.mark.parametrize("kind", DECAYS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_is_what_one_process_averages(ranks, tmp_path, plan, kind):
     size, fields = PLANS[plan]
@@ -134,13 +144,38 @@ def test_checkpoints_hold_it_for_other_plans(ranks, tmp_path):
         refusals,
         (
             "there is an average called 'average' already", "must be a number from 0 to 1", "a word without dots",
-            "at least 1", "an update of the weights was asked for while", "engine.save was asked for while",
-            "applied() of the average 'average' was asked for while", "engine.load was asked for while",
-            "has no average 'by_hand'",
+            "at least 1", "start='first'; it must be 'first_update'", "an update of the weights was asked for while",
+            "engine.save was asked for while", "applied() of the average 'average' was asked for while",
+            "engine.load was asked for while", "has no average 'by_hand'",
         ),
         strict=True,
     ):  # fmt: skip
         assert words in refusal
+
+
+def _from_the_initial_weights(path: Path) -> list[dict[str, torch.Tensor]]:
+    """What the usual loop's average has before and after its first update, and after one of a loaded checkpoint."""
+    states = []
+    for level in (1, 3):
+        engine = parity.make_engine("gpt", dict(zero=level))
+        average = engine.average(0.7, start="initial")
+        if level == 1:
+            states.append(engine.full_state_dict())
+            engine.save(path)
+        else:
+            engine.load(path)
+        engine.step(*parity.shard(engine, *parity.batch("gpt", 0)))
+        if level == 1:
+            states.append(engine.full_state_dict())
+        with average.applied():
+            states.append(engine.full_state_dict())
+    return states
+
+
+def test_it_begins_with_the_initial_weights(ranks, tmp_path):
+    initial, first, *averages = ranks(2, _from_the_initial_weights, tmp_path / "saved")[0]
+    for average in averages:
+        assert_same_state(average, {name: 0.7 * initial[name] + 0.3 * first[name] for name in first})
 
 
 def _grown(engine: ts.Engine | None) -> dict[str, torch.Tensor]:

@@ -30,11 +30,12 @@ from tensorshard.data import write_token_file
 from tensorshard.engine.engine import Engine
 from tensorshard.trainer import LossEvaluator
 from tensorshard.trainer.estimated_run import EstimatedRun, estimate_run
-from tensorshard.trainer.initial_model import check_files
+from tensorshard.trainer.initial_model import check_files, initial_model
 from tensorshard.trainer.loaders import Collate, evaluation_loader
 from tensorshard.trainer.loggers import read_metrics
 from tensorshard.trainer.run import run
 from tensorshard.trainer.run_directory import read_sessions
+from tensorshard.weights.files.checkpoint_files import open_checkpoint
 
 CONFIG = """
 from torch.nn.functional import mse_loss
@@ -450,6 +451,43 @@ def test_a_config_json_alone_is_estimated_and_trained(ranks: RankPool, tmp_path:
         EstimatedRun(load_config("hf", ["model.config=nowhere"]), 2)
     with pytest.raises(ConfigError, match=r"has no value; give it one: model\.pretrained=DIR.*or model\.config=DIR"):
         EstimatedRun(load_config("hf"), 2)
+
+
+def _with_adapters(folder: Path) -> tuple[nn.Module, list[str]]:
+    """A base of 16 bits in `folder`, and the words that train adapters of it."""
+    pytest.importorskip("peft")
+    described = pretrained_models.llama().config
+    described.update({"vocab_size": 256})
+    base = type(pretrained_models.llama())(described).to(torch.bfloat16)
+    base.save_pretrained(folder)
+    words = [f"model.pretrained={folder}", "text.context_length=16", "text.tokenizer=bytes"]
+    return base, [*words, "adapters.rank=4", "adapters.layers=[q_proj, down_proj]"]
+
+
+_ADAPTED = 2 * 4 * (32 + 32 + 48 + 32)  # elements of A and B, in two layers of two blocks
+
+
+def test_adapters_are_made_by_their_rank(tmp_path: Path) -> None:
+    base, words = _with_adapters(tmp_path)
+    built = initial_model(load_config("hf", words).model)()
+    held = {name: (p.requires_grad, p.dtype) for name, p in built.named_parameters()}
+    assert sum(p.numel() for p in built.parameters() if p.requires_grad) == _ADAPTED
+    assert held["base_model.model.model.embed_tokens.weight"] == (False, torch.bfloat16)
+    assert torch.equal(built.state_dict()["base_model.model.model.norm.weight"], base.state_dict()["model.norm.weight"])
+    for word, said in (("rank=0", r"adapters\.rank=0 was given"), ("rnk=8", "did you mean 'rank'")):
+        with pytest.raises(ConfigError, match=said):
+            check_files(load_config("hf", [*words, f"adapters.{word}"]).model)
+
+
+@pytest.mark.slow
+def test_adapters_are_estimated_and_trained(ranks: RankPool, tmp_path: Path) -> None:
+    _, words = _with_adapters(tmp_path / "in")
+    estimated = EstimatedRun(load_config("hf", words), 2).estimate()
+    assert estimated.largest.by_category["optimizer states"] == pytest.approx(8 * _ADAPTED / 2, rel=0.05)
+    overrides = [word for word in SMALL if not word.startswith("model.")]
+    ranks(1, _run, "hf", *words, *overrides, "train.save_every=2", output=tmp_path / "run")
+    there = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-2").metadata.state_dict_metadata
+    assert "model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight" in there
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt", "quickstart", "vit"])

@@ -24,10 +24,12 @@ _FILES = (
     "*.distcp",
     "config.json",
     "generation_config.json",
+    "adapters.json",
 )
 _WITHDRAWN = f"{MANIFEST}.damaged"
 _OF_A_SAVE = re.compile(
-    r"[0-9a-f]{8}-(engine\.json|tensors-\d+\.bin|config\.json|generation_config\.json)|" + re.escape(_WITHDRAWN)
+    r"[0-9a-f]{8}-(engine\.json|tensors-\d+\.bin|config\.json|generation_config\.json|adapters\.json)|"
+    + re.escape(_WITHDRAWN)
 )
 
 

@@ -23,6 +23,7 @@ from tensorshard.model.quantized import quantized_parameters
 from tensorshard.plan.mesh import Mesh
 from tensorshard.plan.plan import Plan
 from tensorshard.plan.storage import TemporaryCopy
+from tensorshard.weights.files.adapted_checkpoint import write_adapter_configs
 from tensorshard.weights.files.checkpoint_files import OpenCheckpoint
 from tensorshard.weights.files.export import write_configs
 
@@ -135,6 +136,7 @@ class WeightsPart(Part):
 
     def write_files(self, folder: Path) -> None:
         write_configs(self._sharded.structure, folder)  # for exports of the checkpoint
+        write_adapter_configs(self._sharded.structure, folder)
 
     def fit(self, checkpoint: OpenCheckpoint) -> OpenCheckpoint:
         return fit_weights(checkpoint, self._sharded)
@@ -373,6 +375,7 @@ class Average(Protocol):
 
     updates: int
     waited: int
+    fewest: int  # what `updates` begins at
     tensors: dict[str, torch.Tensor]
 
 
@@ -432,7 +435,7 @@ class AveragesPart(Part):
             average, entry = self._averages[name], stored.document["averages"][name]
             average.tensors.clear()
             average.tensors.update({each: tensor.clone() for each, tensor in tensors.items()})
-            average.updates, average.waited = entry["updates"], entry["waited"]
+            average.updates, average.waited = max(entry["updates"], average.fewest), entry["waited"]
 
 
 class NumbersPart(Part):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -88,6 +88,14 @@ def _cut(
             there = [*offset[:dim], start + low - position, *offset[dim + 1 :]]
             yield there, piece.narrow(dim, low - first, high - low)
         position += length
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """torch's save planner, which also takes tensors in pieces."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict.get(index.fqn)
+        return value.__get_tensor_shard__(index) if isinstance(value, TensorPieces) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):

@@ -13,6 +13,8 @@ examples:
       safetensors, with config.json for a model of transformers: its from_pretrained("weights") opens them
   tensorshard export runs/my_run-1/checkpoints/step-1000 weights --to torch
       weights/model.pt: the state dict, for torch.load(..., weights_only=True)
+  tensorshard export runs/lora-1/checkpoints/step-1000 weights --merge
+      of a run with adapters: the base with the adapters merged into it; without --merge the adapters alone
   tensorshard export s3://bucket/my_run/step-1000 s3://bucket/weights
       from an object store, and to one
 """
@@ -25,7 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "export",
         help="write a checkpoint's weights as Hugging Face or torch.save do",
         description="Writes the weights of CHECKPOINT, of any plan, to the new directory "
-        "DIR; either may be a URL. It runs in one process and holds a tensor at a time.",
+        "DIR; either may be a URL. It runs in one process and holds a tensor at a time; with --merge, the whole model.",
         usage="tensorshard export CHECKPOINT DIR [options]",
         epilog=_EPILOG,
         formatter_class=HelpFormat,
@@ -51,6 +53,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--overwrite", action="store_true", help="replace weights that are in DIR, once the new ones are complete"
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="merge the adapters of peft into the base's weights, as merge_and_unload"
+    )
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -73,15 +78,22 @@ def run(args: argparse.Namespace) -> int:
     source, target = map(local_or_url, args.words)
     dtype = dtypes.get(args.dtype)
     size = MAX_SHARD_SIZE if args.max_shard_size is None else args.max_shard_size
+    options = dict(to=args.to, dtype=dtype, max_shard_size=size, overwrite=args.overwrite, merge=args.merge)
     try:
-        export_checkpoint(source, target, to=args.to, dtype=dtype, max_shard_size=size, overwrite=args.overwrite)
+        adapters = export_checkpoint(source, target, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(str(error).replace("overwrite=True", "--overwrite")) from error
+        message = str(error).replace("overwrite=True", "--overwrite").replace("merge=True", "--merge")
+        raise ConfigError(message) from error
     if args.to == "hf" and isinstance(source, Path) and isinstance(target, Path):
         _copy_tokenizer(source, target)
     written = open_store(args.words[1])
     files = written.files()
     print(f"{target}: {', '.join(files)} ({sum(written.size(file) or 0 for file in files):,} bytes)")
+    if adapters:
+        print(
+            f"These are the adapters alone ({', '.join(adapters)}): peft.PeftModel.from_pretrained(base, DIR) opens "
+            f"them. --merge writes the base with the adapters merged into its weights."
+        )
     return 0
 
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from tensorshard.common.folders import WholeFolder
 from tensorshard.common.paths import as_path, cache_folder
+from tensorshard.common.words import install_extra
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _READ_AHEAD = 32 << 20  # bytes that one request to an object store asks for
@@ -143,7 +144,7 @@ class RemoteStore(Store):
         except ImportError as error:
             raise ImportError(
                 f"{url} was given, and what reads {protocol}:// is not installed: {error}; for s3:// it is "
-                f"`pip install 'tensorshard[s3]'`"
+                f"{install_extra('s3')}"
             ) from error
         except ValueError as error:
             raise ValueError(f"{url} was given: {error}; local paths have no protocol") from error

@@ -27,6 +27,11 @@ def kind_of(value: object) -> str:
     return with_article(type(value).__name__)
 
 
+def install_extra(name: str) -> str:
+    """The command that installs an optional part of this package, which no index of packages has."""
+    return f"`pip install -c constraints.txt '.[{name}]'` in the clone of tensorshard"
+
+
 def format_count(number: float) -> str:
     """Three or four digits and a unit: ``format_count(12345)`` is "12.3k"."""
     for unit in ("", "k", "M"):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tensorshard.comm.world import under_torchrun
+from tensorshard.common.words import install_extra
 from tensorshard.compat.accelerate import Accelerator
 from tensorshard.compat.taken_over import agreed, given_plan
 from tensorshard.engine.engine import Engine
@@ -26,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "tensorshard.compat.transformers is a subclass of transformers' Trainer, and transformers is not installed: "
-        "pip install 'transformers>=5,<6' accelerate"
+        + install_extra("hf")
     ) from error
 
 AUTO = "auto"

@@ -6,6 +6,10 @@ Nothing is downloaded; the directory has ``config.json``, ``model.safetensors`` 
 
 With ``model.config=path/to/model`` the weights are new ones. ``tensorshard estimate`` and ``plan`` need no more
 than the ``config.json``.
+
+``adapters.rank=8`` freezes the model, and trains low-rank adapters of peft on its layers::
+
+    tensorshard train hf model.pretrained=path/to/model adapters.rank=8 'adapters.layers=[q_proj, v_proj]'
 """
 
 from tensorshard.config import LazyCall, get_config
@@ -16,7 +20,19 @@ train = get_config("common/train.py").train
 optimizer = get_config("common/optim.py").optimizer
 scheduler = get_config("common/optim.py").scheduler
 
-model = {"pretrained": None, "config": "${model.pretrained}"}
+# Low-rank adapters, scaled by alpha / rank, where there is a rank; on all linear layers but the last, or on those that
+# `layers` names. The other keys are those of tensorshard.models.with_lora.
+adapters = {
+    "rank": None,
+    "alpha": "${adapters.rank}",
+    "dropout": 0.0,
+    "layers": None,
+    "modules_to_save": None,
+    "use_dora": False,
+    "use_rslora": False,
+    "dtype": "auto",
+}
+model = {"pretrained": None, "config": "${model.pretrained}", "adapters": "${adapters}"}
 loss = LazyCall(next_token_loss, partial=True)()
 
 # Files: paths or patterns of text files; None for the standard library. Every tenth part is for validation.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,29 +11,35 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.data_parallel.sharded_model import ShardedModel
 
 Decay = float | None | Callable[[int], float]
+Start = Literal["first_update", "initial"]
+_STARTS: tuple[Start, ...] = ("first_update", "initial")
 
 
 class WeightAverage:
     """An average of the trained weights, made by :meth:`tensorshard.Engine.average`.
 
     It holds what ``torch.optim.swa_utils.AveragedModel`` holds (Izmailov et al. 2018), this rank's part of it: the
-    first update copies the weights, each later one moves the average towards them.
+    first update copies the weights, each later one moves the average towards them. One that starts with the initial
+    weights has them already, and every update moves it.
 
     Args:
         averages: that this one belongs to.
-        decay, every: as for :meth:`tensorshard.Engine.average`.
+        decay, every, start: as for :meth:`tensorshard.Engine.average`.
 
     Attributes:
-        updates: how many weights it is an average of.
+        start: "first_update" or "initial".
+        updates: how many weights it is an average of, the initial ones among them where it starts with these.
+        fewest: what `updates` begins at.
         tensors: this rank's parts, by the parameters' names: laid out as the masters.
     """
 
-    def __init__(self, averages: "WeightAverages", name: str, decay: Decay, every: int | None) -> None:
+    def __init__(self, averages: "WeightAverages", name: str, decay: Decay, every: int | None, start: Start) -> None:
         self._averages = averages
         self._name = name
         self._decay = decay
         self._every = every
-        self.updates = 0
+        self.start = start
+        self.updates = self.fewest = int(start == "initial")
         self.waited = 0  # updates of the weights since the last one
         self.tensors: dict[str, torch.Tensor] = {}
 
@@ -144,7 +150,7 @@ class WeightAverages:
         self.applied: str | None = None
         self._due = False  # the last update was not over when it was noted
 
-    def add(self, name: Any, decay: Decay, every: Any) -> WeightAverage:
+    def add(self, name: Any, decay: Decay, every: Any, start: Any) -> WeightAverage:
         """A new average, of the weights from now on.
 
         Raises:
@@ -161,9 +167,15 @@ class WeightAverages:
                 f"engine.average was given every={every!r}; it must be a number of updates of at least 1, or None if "
                 f"you call update() of the average yourself"
             )
+        if start not in _STARTS:
+            raise ValueError(
+                f"engine.average was given start={start!r}; it must be 'first_update', for an average that begins with "
+                f"the weights after the first update, as torch's AveragedModel does, or 'initial', for one that begins "
+                f"with those before it, as copy.deepcopy(model) does"
+            )
         self.check_none_applied("engine.average")
         self.finish_update()
-        average = WeightAverage(self, name, decay, every)
+        average = WeightAverage(self, name, decay, every, start)
         average.follow()
         self.by_name[name] = average
         return average

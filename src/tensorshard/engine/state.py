@@ -1,10 +1,11 @@
 """An Engine's state: checkpoints, full weights, weights for other programs, other weights for a while, sizes."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from tensorshard.comm.sharding import to_local
 from tensorshard.common.stores import local_or_url
 from tensorshard.common.words import kind_of
 from tensorshard.data_parallel.sharded_model import ShardedModel
-from tensorshard.engine.average import Decay, WeightAverage, WeightAverages
+from tensorshard.engine.average import Decay, Start, WeightAverage, WeightAverages
 from tensorshard.engine.combined_optimizer import class_of, members_of
 from tensorshard.engine.engine_random import EngineRandom
 from tensorshard.engine.gradients import LossScaler
@@ -36,6 +37,9 @@ from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export
 
 if TYPE_CHECKING:
     from tensorshard.checkpoint.checkpoint import CheckpointManager
+    from tensorshard.checkpoint.parts import OptimizerPart, WeightsPart
+
+logger = logging.getLogger("tensorshard")
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ class StateMethods:
         overwrite: bool = False,
         background: bool = False,
         trained_only: bool = False,
+        format: Literal["tensorshard", "dcp"] = "tensorshard",
     ) -> None:
         """Writes a checkpoint to `path`: weights, optimizer, scaler, random state, step count and `extra`.
 
@@ -175,24 +180,53 @@ class StateMethods:
             trained_only: whether frozen parameters, such as the base of adapters, are left out. The checkpoint has
                 their types, shapes and checksums instead, and :meth:`load` refuses it where they differ. Those that
                 were trained before and are frozen now are saved.
+            format: "dcp" for a folder of ``torch.distributed.checkpoint`` with the keys of torchtitan and of torch's
+                ``get_state_dict``, for other programs: weights and buffers by name at the top, ``optimizer``, ``step``
+                and `extra`. Averages, registered states, loaders and the seed are in tensorshard's own format alone.
 
         Raises:
             FileExistsError: `path` is there already, and without `overwrite`, or it is not a checkpoint. Nothing was
                 written.
+            ValueError: `format` is another one; or it is "dcp", and `path` is a URL, `background` or `trained_only` is
+                given, or weights are quantized. Nothing was written.
             RuntimeError: a rank could not write, or an earlier save in the background has failed. The message names
                 the path.
         """
         self._averages.check_none_applied("engine.save")
+        place = local_or_url(path)
+        if format != "tensorshard":
+            from tensorshard.checkpoint.dcp_folder import check_arguments
+
+            check_arguments(format, place, extra, background=background, trained_only=trained_only)
+            refuse_export(quantized_parameters(self.sharded.structure), "engine.save(format='dcp')")
         with explained("engine.save", self._watch), self.mesh.waiting_longer():
             self._background.wait()
             self._finish_update()
-            manager, extra = self._checkpoints(trained_only=trained_only), {} if extra is None else extra
+            extra = {} if extra is None else extra
+            if isinstance(place, Path) and format == "dcp":
+                self._save_dcp(place, extra, overwrite=overwrite)
+                return
+            manager = self._checkpoints(trained_only=trained_only)
             if background:
                 memory = self._background.memory
-                save = manager.save_in_background(local_or_url(path), extra, overwrite=overwrite, memory=memory)
+                save = manager.save_in_background(place, extra, overwrite=overwrite, memory=memory)
                 self._background.begin(save)
             else:
-                manager.save(local_or_url(path), extra, overwrite=overwrite)
+                manager.save(place, extra, overwrite=overwrite)
+
+    def _save_dcp(self, target: Path, extra: dict[str, Any], *, overwrite: bool) -> None:
+        from tensorshard.checkpoint.dcp_folder import state_of, write_dcp
+
+        left_out = [*self._averages.by_name, *self._states.shared, *self._states.of_ranks]
+        if left_out and self.mesh.rank == 0:
+            logger.warning(
+                "engine.save(format='dcp') leaves out %s, which torch's state dicts have no place for: without "
+                "format='dcp' a checkpoint has all that engine.load goes on from",
+                ", ".join(left_out),
+            )
+        state = state_of(self._weights_part(), self._optimizer_part(), self.sharded.aliases())
+        state |= {"step": self._steps.taken, "extra": extra}
+        write_dcp(target, state, self.mesh.world_group, self.device, overwrite=overwrite)
 
     def register_state(self, name: str, part: Any, *, per_rank: bool = False) -> None:
         """Makes the state of `part` a part of every checkpoint from now on: :meth:`save` stores it, :meth:`load` gives
@@ -255,19 +289,13 @@ class StateMethods:
     def _checkpoints(self, *, trained_only: bool = False) -> "CheckpointManager":
         # torch's distributed checkpoints take long to import.
         from tensorshard.checkpoint.checkpoint import CheckpointManager
-        from tensorshard.checkpoint.parts import AveragesPart, LayoutPart, NumbersPart, OptimizerPart, WeightsPart
+        from tensorshard.checkpoint.parts import AveragesPart, LayoutPart, NumbersPart
         from tensorshard.checkpoint.registered import RegisteredPart
 
         parts = (
-            OptimizerPart(
-                self.sharded,
-                self._optimizer,
-                self.mesh,
-                kind=class_of(self._optimizer),
-                wholes={} if self._owners is None else {n: self._owners.parameters.get(n) for n in self._owners.names},
-            ),
+            self._optimizer_part(),
             AveragesPart(self.sharded, self._averages.by_name),
-            WeightsPart(self.sharded, self.mesh.world_group, self._trained_ever() if trained_only else None),
+            self._weights_part(self._trained_ever() if trained_only else None),
             NumbersPart(
                 step_count=self._steps,
                 scaler=self.scaler,
@@ -281,6 +309,19 @@ class StateMethods:
         return CheckpointManager(
             parts, self.mesh.world_group, self.device, self.storage.temporary_copy, self._background.last_plan
         )
+
+    def _optimizer_part(self) -> "OptimizerPart":
+        from tensorshard.checkpoint.parts import OptimizerPart
+
+        owners = self._owners
+        wholes = {} if owners is None else {name: owners.parameters.get(name) for name in owners.names}
+        kind = class_of(self._optimizer)
+        return OptimizerPart(self.sharded, self._optimizer, self.mesh, kind=kind, wholes=wholes)
+
+    def _weights_part(self, only: set[str] | None = None) -> "WeightsPart":
+        from tensorshard.checkpoint.parts import WeightsPart
+
+        return WeightsPart(self.sharded, self.mesh.world_group, only)
 
     def _trained_ever(self) -> set[str]:
         """The names of the parameters that are trained on some rank, or were. A collective of a pipeline."""
@@ -371,7 +412,14 @@ class StateMethods:
                     to_local(held[name].detach()).copy_(to_local(sharded.local_value(name, values[name])))
             sharded.all_gather_loaded()
 
-    def average(self, decay: Decay = 0.999, *, every: int | None = 1, name: str = "average") -> WeightAverage:
+    def average(
+        self,
+        decay: Decay = 0.999,
+        *,
+        every: int | None = 1,
+        start: Start = "first_update",
+        name: str = "average",
+    ) -> WeightAverage:
         """An average of the trained weights from now on, which follows each update: what
         ``torch.optim.swa_utils.AveragedModel`` holds, sharded as the master weights are, in their precision.
 
@@ -379,10 +427,14 @@ class StateMethods:
         for each trained parameter of which this rank has the master.
 
         Args:
-            decay: of an exponential average: ``decay * average + (1 - decay) * weights``; a function from the number of
-                updates so far to that; or None for the mean over all updates (stochastic weight averaging).
+            decay: of an exponential average: ``decay * average + (1 - decay) * weights``; a function to that from the
+                number of weights that are averaged so far; or None for their mean (stochastic weight averaging).
             every: number of the optimizer's updates between two of the average; None if you call ``update()`` yourself.
                 Steps that fp16 skips are none.
+            start: which weights it begins with. "first_update": those after its first update, as of torch's
+                ``AveragedModel``; so the initial weights have no part in it. "initial": those at this call, so that
+                the first update gives ``decay * initial + (1 - decay) * weights``, as of a ``copy.deepcopy(model)``
+                that follows, and timm's ``ModelEmaV2``.
             name: in checkpoints.
 
         Returns:
@@ -398,7 +450,7 @@ class StateMethods:
             >>> with average.applied():
             ...     loss = engine.evaluate(inputs, targets)
         """
-        return self._averages.add(name, decay, every)
+        return self._averages.add(name, decay, every, start)
 
     def using_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which the model has other `weights`, such as an average over a run. Then it has its own again.

@@ -24,6 +24,11 @@ def is_of_transformers(module: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
 
 
+def is_of_peft(module: nn.Module) -> bool:
+    """Whether `module` is a ``PeftModel``, around a model with adapters."""
+    return any(base.__name__ == "PeftModel" and base.__module__.startswith("peft.") for base in type(module).__mro__)
+
+
 def captures_output(hook: Any) -> bool:
     """Whether a hook is one of those by which models of transformers collect what some of their modules return.
 

@@ -238,6 +238,9 @@ def order_of_backward(loss: torch.Tensor, numbers: Mapping[torch.Tensor, int]) -
 # What a scalar passes through on its way from the means that it is made of.
 _ARITHMETIC = ("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Select", "Squeeze", "Sub", "ToCopy", "View")
 _NLL_MEAN = 1
+_UNCHANGED = ("Alias", "Clone", "Squeeze", "ToCopy", "View")  # these do not change a scalar's value
+_LOSSES = ("NllLoss", "BinaryCrossEntropy", "MseLoss", "SmoothL1Loss", "HuberLoss")
+_HALVED = ("MseLoss", "SmoothL1Loss", "HuberLoss")  # by convention, half of it is a loss, too
 _MOST_NODES = 64
 _REDUCTIONS = ("Sum", "Mean", "Std", "Var", "Amax", "Amin", "Logsumexp", "Norm", "LinalgVectorNorm")
 _SELECTIONS = ("Index", "MaskedSelect", "Gather", "Take")  # of samples or tokens, any number of them
@@ -278,6 +281,37 @@ def means_of(loss: torch.Tensor) -> list[torch.Tensor]:
                 divisors.append(node._saved_other)
             todo.extend(before for before, _ in node.next_functions)
     return [value.detach() for value in divisors]
+
+
+def divisor_of_mean(loss: torch.Tensor) -> int | None:
+    """The whole number by which a mean over samples or tokens was divided last, to be all of the scalar `loss`.
+
+    None where it is another quotient: one of a sum, of several terms, of a mean that is written out (which may be of
+    such), by a number with a point, or half a squared error.
+
+    Why: a loop of one's own may divide by its micro-batches, which nothing else tells.
+
+    Checked: torch 2.13.
+
+    Public way: none, as for :func:`means_of`.
+    """
+
+    def unchanged(node: Any) -> Any:
+        while node is not None and node.name().startswith(_UNCHANGED):
+            node = node.next_functions[0][0]
+        return node
+
+    quotient = unchanged(loss.grad_fn)
+    if quotient is None or quotient.name() != "DivBackward0":
+        return None
+    by, mean = quotient._saved_other, unchanged(quotient.next_functions[0][0])
+    if mean is None or by.dim() or by.is_floating_point() or by.requires_grad:
+        return None
+    kind = mean.name()
+    is_loss = kind.startswith(_LOSSES) and mean._saved_reduction == _NLL_MEAN
+    if not is_loss and getattr(mean, "mean_over", None) is None:
+        return None
+    return None if kind.startswith(_HALVED) and int(by) == 2 else int(by)
 
 
 def statistics_in(loss: torch.Tensor, samples: int) -> tuple[bool, list[torch.Tensor]]:

@@ -2,37 +2,45 @@
 
 import copy
 import functools
+import importlib.util
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
+from tensorshard.common.words import install_extra
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.lazy import CALL_KEYS, WEIGHTS_KEY, find_target, parameters
 from tensorshard.data.text import BYTES
 from tensorshard.engine.loader import is_stream
+from tensorshard.models.adapters import with_lora
 from tensorshard.trainer.loaders import Collate
 from tensorshard.trainer.settings import TrainSettings
-from tensorshard.weights.files.pretrained_model import PretrainedModel, from_pretrained
+from tensorshard.weights.files.pretrained_model import PretrainedModel, ReadWhole, from_pretrained
 from tensorshard.weights.files.transformers_weights import model_of
 
 _KEY = WEIGHTS_KEY.rpartition(".")[2]
 _CONFIG = "config"
+_ADAPTERS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "layers": "target_modules"}
 
 
-def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedModel:
+def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedModel | ReadWhole:
     """What :func:`tensorshard.parallelize` takes for the ``model`` section of a config.
 
     ``model.pretrained`` names files whose weights the model starts from, as for :func:`tensorshard.from_pretrained`;
-    without a ``_target_`` the model itself is the one of its ``config.json``, or of that in ``model.config``.
+    without a ``_target_`` the model itself is the one of its ``config.json``, or of that in ``model.config``, with the
+    adapters that ``model.adapters`` describes, if they have a rank.
 
     Raises:
         ConfigError: there are no such files, or no model for them.
     """
     path = _files(config)
+    if _has_adapters(config):
+        build = functools.partial(_adapted, config.adapters, config=_described(config))
+        return build if path is None else ReadWhole(functools.partial(build, pretrained=path), build)
     if _CONFIG in config and "_target_" not in config:
         try:
             build = model_of(Path(_described(config)))
@@ -59,10 +67,37 @@ def check_files(config: DictConfig) -> None:
         ConfigError: there are no such files.
     """
     path = _files(config)
+    if _has_adapters(config):
+        _check_adapters(config.adapters)
     if path is not None:
         _pretrained(path, nn.Module)
     elif _CONFIG in config and "_target_" not in config and not Path(_described(config), "config.json").is_file():
         raise ConfigError(f"model.config={config[_CONFIG]}: there is no {config[_CONFIG]}/config.json")
+
+
+def _has_adapters(config: DictConfig) -> bool:
+    return config.get("adapters") is not None and config.adapters.rank is not None
+
+
+def _check_adapters(adapters: DictConfig) -> None:
+    rank = adapters.rank
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"adapters.rank={rank} was given; it must be a number such as 8, or null for no adapters")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"adapters.rank was given, and adapters are those of peft, which is not installed: "
+            f"{install_extra('adapters')}"
+        )
+
+
+def _adapted(adapters: DictConfig, **base: str) -> nn.Module:
+    given = {_ADAPTERS.get(str(key), str(key)): value for key, value in adapters.items()}
+    given = {key: list(value) if isinstance(value, ListConfig) else value for key, value in given.items()}
+    given["target_modules"] = given["target_modules"] or "all-linear"
+    try:
+        return with_lora(**base, **given)
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"adapters: {error}") from error
 
 
 def _described(config: DictConfig) -> str:

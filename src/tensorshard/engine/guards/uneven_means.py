@@ -5,6 +5,8 @@ The Engine weighs the mean of each part of a batch by its samples. Of such a los
 
 Also here: whether a loss treats each sample by itself. A contrastive loss, or the balance loss of a router, couples
 samples. It then depends on how they are dealt to ranks and micro-batches, as under DistributedDataParallel.
+
+Also here: whether a loss was divided by the number of micro-batches already, as plain loops do and the Engine does.
 """
 
 import logging
@@ -19,7 +21,7 @@ from tensorshard.comm.world import world
 from tensorshard.engine.guards.wrong_batch import batch_digest
 from tensorshard.model.batches import batch_size
 from tensorshard.plan.mesh import Mesh
-from tensorshard.torch_private.autograd import means_of, statistics_in
+from tensorshard.torch_private.autograd import divisor_of_mean, means_of, statistics_in
 from tensorshard.torch_private.pytree import tree_flatten, tree_tensors, tree_unflatten
 
 logger = logging.getLogger("tensorshard")
@@ -44,7 +46,8 @@ class UnevenMeans:
 
     def __init__(self, mesh: Mesh, micro_batches: int) -> None:
         self._mesh = mesh
-        self._parts: list[tuple[float, list[torch.Tensor]]] = []
+        self._micro_batches = micro_batches
+        self._parts: list[tuple[float, list[torch.Tensor], int | None]] = []
         self._batches: list[int] = []
         self._samples = 0  # of the latest batch
         self._may_couple = False
@@ -67,7 +70,7 @@ class UnevenMeans:
     def note(self, mean: torch.Tensor, samples: float) -> None:
         """Notes the mean loss of `samples` samples, with its graph. Only the ratio of these numbers matters."""
         if self.watching:
-            self._parts.append((samples, means_of(mean)))
+            self._parts.append((samples, means_of(mean), divisor_of_mean(mean)))
 
     def note_loss(self, loss: torch.Tensor, samples: int | None = None) -> None:
         """Notes the loss of some samples, a mean or a sum, with its graph; None for those of the noted batch."""
@@ -86,12 +89,14 @@ class UnevenMeans:
         if not self.watching:
             return False
         self.watching = False
-        mine = [(samples, [value.item() for value in over]) for samples, over in self._parts]
-        here = self._mesh.dp_rank, mine, self._batches, self._may_couple, self._factors
+        mine = [(samples, [value.item() for value in over]) for samples, over, _ in self._parts]
+        divisors = {divisor for *_, divisor in self._parts}
+        here = self._mesh.dp_rank, mine, self._batches, divisors, self._may_couple, self._factors
         reports: list[Any] = [here] * self._mesh.world_size
         dist.all_gather_object(reports, here, group=self._mesh.world_group)
         self.begin()
         self._say_if_same({rank: batches for rank, _, batches, *_ in reports})
+        self._say_if_divided(set().union(*(divisors for _, _, _, divisors, *_ in reports)))
         by_rank = {rank: parts for rank, parts, *_ in reports if parts}  # ranks of one batch found the same
         parts = [part for _, parts in sorted(by_rank.items()) for part in parts]
         differing = _differing(parts)
@@ -116,7 +121,17 @@ class UnevenMeans:
                     "the function in engine.over_whole_batch(function) (docs/coupled-losses.md)"
                 )
             return False
-        return any(may_couple for _, _, _, may_couple, _ in reports)
+        return any(may_couple for *_, may_couple, _ in reports)
+
+    def _say_if_divided(self, divisors: set[int | None]) -> None:
+        """Logs it if all mean losses were divided by the number of micro-batches."""
+        if divisors == {self._micro_batches} and self._micro_batches > 1 and self._mesh.rank == 0:
+            logger.warning(
+                "the loss is a mean that was divided by %d, and Plan(micro_batches=%d) divides by it again: the "
+                "gradients are 1/%d of what they should be. Give the mean itself, without '/ %d' "
+                "(docs/your-own-loop.md)",
+                *[self._micro_batches] * 4,
+            )
 
     def _say_if_same(self, batches: dict[int, list[int]]) -> None:
         """Logs it if data ranks were given the same samples."""

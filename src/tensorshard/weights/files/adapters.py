@@ -18,7 +18,7 @@ from torch import nn
 
 from tensorshard.common.words import kind_of
 from tensorshard.model.parameters import STATISTICS, keeps_statistics
-from tensorshard.model.transformers_settings import is_of_transformers
+from tensorshard.model.transformers_settings import is_of_peft, is_of_transformers
 from tensorshard.torch_private.modules import own_parameters, set_buffer, set_parameter, without_values
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, Export, check_arguments, weights_folder
 
@@ -46,7 +46,7 @@ def has_adapters(model: nn.Module) -> bool:
     Raises:
         ValueError: it has adapters, but neither peft nor transformers would open what could be written.
     """
-    if _is_peft_model(model):
+    if is_of_peft(model):
         return True
     kind = next((base.__name__ for base in type(model).__mro__ if base.__module__.startswith("peft.")), None)
     inner = next((name for name, m in model.named_modules() if _is_layer_of_peft(m)), None)
@@ -75,6 +75,9 @@ class AdapterExport:
         max_shard_size: largest size of a file, in bytes or as text such as "5GB".
         overwrite: whether an older directory of weights is replaced, once this one is complete.
 
+    Attributes:
+        needed: the names of the tensors that the adapters' files are made of.
+
     Raises:
         FileExistsError: the directory is there, and must not be replaced.
         ValueError: something that is trained would not be in the files, or peft would compute what it writes.
@@ -99,7 +102,7 @@ class AdapterExport:
         self._adapters = _Adapters(structure, layouts, aliases)
         self._model, self._names = self._adapters.model, self._adapters.names
         self._stored = self._adapters.stored
-        self._needed = {first for names in self._stored.values() for first in names.values()}
+        self.needed = {first for names in self._stored.values() for first in names.values()}
         self._values: dict[str, torch.Tensor] = {}
         self._check_complete(structure, layouts, is_trained)
         for adapter, names in self._stored.items():
@@ -147,7 +150,7 @@ class AdapterExport:
         self, structure: nn.Module, layouts: Mapping[str, torch.Tensor], is_trained: Callable[[str], bool]
     ) -> None:
         parameters = {self._names.get(name, name) for name, _ in structure.named_parameters()}
-        lost = [name for name in layouts if name in parameters and is_trained(name) and name not in self._needed]
+        lost = [name for name in layouts if name in parameters and is_trained(name) and name not in self.needed]
         if lost:
             raise ValueError(
                 f"engine.save_pretrained writes a peft model's adapters, but {len(lost)} parameters are trained beside "
@@ -157,7 +160,7 @@ class AdapterExport:
         for path, module in structure.named_modules():
             statistics = [f"{path}.{name}" for name in STATISTICS]
             changes = module.training and keeps_statistics(module) and statistics[0] in layouts
-            if changes and not self._needed.issuperset(statistics):
+            if changes and not self.needed.issuperset(statistics):
                 raise ValueError(
                     f"engine.save_pretrained writes a peft model's adapters, but the statistics of {path!r} "
                     f"({type(module).__name__}) change in training, and would be lost: name it in the peft config's "
@@ -168,7 +171,7 @@ class AdapterExport:
         """Keeps one tensor, by the model's name, if an adapter needs it."""
         if self._base is not None and name in self._base_names:
             self._base.add(self._base_names[name], tensor)
-        if name in self._needed:
+        if name in self.needed:
             kept = tensor.detach().to("cpu", copy=True)
             self._values[name] = kept.to(self._dtype) if self._dtype and kept.is_floating_point() else kept
 
@@ -272,7 +275,7 @@ def read_adapters(
         FileNotFoundError: none of the model's adapters is in `directory`.
         ValueError: the model is not one of peft, or an adapter there is another than the model's.
     """
-    if not _is_peft_model(structure):
+    if not is_of_peft(structure):
         raise ValueError(
             f"engine.load_adapters was called for {kind_of(structure)}, which has no adapters of peft: make it by "
             f"peft.get_peft_model(model, config) before parallelize, with the config peft.PeftConfig.from_pretrained"
@@ -322,10 +325,6 @@ def _check_config(adapter: str, config: Any, folder: Path) -> None:
 
 def _prompt_prefix(adapter: str) -> str:
     return f"prompt_encoder.{adapter}."
-
-
-def _is_peft_model(model: nn.Module) -> bool:
-    return any(base.__name__ == "PeftModel" and base.__module__.startswith("peft.") for base in type(model).__mro__)
 
 
 def _is_layer_of_peft(module: nn.Module) -> bool:

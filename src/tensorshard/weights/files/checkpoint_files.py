@@ -296,15 +296,19 @@ def open_checkpoint(path: Path | str) -> OpenCheckpoint:
 
 
 class CheckpointWeights(WeightFile):
-    """The tensors of a checkpoint, each joined from the pieces that the ranks wrote."""
+    """The tensors of a checkpoint, each joined from the pieces that the ranks wrote.
+
+    Args:
+        partial: whether it may have the trained parameters alone.
+    """
 
     PREFIXES = ("model.", "buffers.")
 
-    def __init__(self, place: Path | str | OpenCheckpoint) -> None:
+    def __init__(self, place: Path | str | OpenCheckpoint, *, partial: bool = False) -> None:
         self.checkpoint = place if isinstance(place, OpenCheckpoint) else open_checkpoint(place)
         self._file = MANIFEST if self.checkpoint.manifest is not None else ".metadata"
         super().__init__(self.checkpoint.store.path_of(self._file))
-        if self.checkpoint.document.get("base"):
+        if self.checkpoint.document.get("base") and not partial:
             raise ValueError(
                 f"{place} has the trained parameters alone (engine.save(trained_only=True)), not the "
                 f"{len(self.checkpoint.document['base'])} frozen ones: build the engine from the weights that it was "

@@ -17,7 +17,7 @@ from torch import nn
 
 from tensorshard.common.folders import WholeFolder
 from tensorshard.common.stores import UploadedFolder, folder_to_write
-from tensorshard.model.transformers_settings import is_of_transformers
+from tensorshard.model.transformers_settings import is_of_peft, is_of_transformers
 from tensorshard.plan.field_checks import size_in_bytes
 from tensorshard.weights.files.stored_weights import CONFIGS, local_configs
 from tensorshard.weights.files.transformers_weights import StoredNames
@@ -121,7 +121,10 @@ def export_all(tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs
 
 
 def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Writes ``config.json`` and ``generation_config.json`` for a model of transformers; nothing for others."""
+    """Writes ``config.json`` and ``generation_config.json`` for a model of transformers, or such a base of peft's;
+    nothing for others."""
+    if is_of_peft(model):
+        model = model.get_base_model()  # type: ignore[operator]
     if not is_of_transformers(model):
         return
     config: Any = deepcopy(model.config)

@@ -63,9 +63,25 @@ class PretrainedModel:
         return _FileTensors(initial, stored)
 
 
+@dataclass(frozen=True)
+class ReadWhole:
+    """A model whose constructor reads its weights from files itself, as a whole on each rank.
+
+    Attributes:
+        read: that constructor.
+        build: makes the same model with new weights.
+    """
+
+    read: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]
+
+    def __call__(self) -> nn.Module:
+        return self.read()
+
+
 def without_files(model: Any) -> Any:
     """The constructor of `model`, for what looks at shapes alone; `model` itself if its weights are in no files."""
-    return model.build if isinstance(model, PretrainedModel) else model
+    return model.build if isinstance(model, PretrainedModel | ReadWhole) else model
 
 
 def from_pretrained(path: str | PathLike[str], model: Callable[[], nn.Module] | None = None) -> PretrainedModel:

@@ -13,7 +13,10 @@ import torch
 from tensorshard.common.stores import fetched, open_store
 from tensorshard.weights.files.manifest import MANIFEST, read_manifest
 
-CONFIGS = ("config.json", "generation_config.json")
+ADAPTERS = "adapters.json"
+"""What a checkpoint of a model of peft says about its adapters."""
+
+CONFIGS = ("config.json", "generation_config.json", ADAPTERS)
 """The files that describe a model of transformers."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorshard.common.words import install_extra
 from tensorshard.model.transformers_settings import is_of_transformers
 from tensorshard.weights.files.stored_weights import StoredWeights, WeightFile
 
@@ -173,8 +174,8 @@ def model_of(directory: Any) -> Callable[[], nn.Module]:
         import transformers
     except ImportError as error:
         raise ImportError(
-            f"{directory} has a config.json of Hugging Face's, for which transformers is needed; install "
-            f"tensorshard[hf], or give the model's constructor: from_pretrained(path, model=...)"
+            f"{directory} has a config.json of Hugging Face's, for which transformers is needed: "
+            f"{install_extra('hf')}; or give the model's constructor: from_pretrained(path, model=...)"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
