@@ -118,7 +118,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
     if speed is not None:
         yield "speed", f"{format_count(metrics[speed].median)} {speed.removesuffix('_per_second')}/s"
     if "flops_per_second" in metrics:
-        share = f", {metrics['mfu'].median:.0%} MFU" if "mfu" in metrics else ""
+        share = f", {metrics['mfu'].median:.1%} MFU" if "mfu" in metrics else ""
         yield "operations", f"{flops_words(metrics['flops_per_second'].median)}/s{share}"
     if "step_seconds" in metrics:
         yield "time of a step", seconds_words(metrics["step_seconds"].median)

@@ -164,8 +164,8 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
 
 
 def work_words(metrics: Mapping[str, float]) -> str:
-    """``flops_per_second``, with the ``mfu`` if it is known: "45.2 GFLOP/s, 41% MFU"."""
-    share = f", {metrics['mfu']:.0%} MFU" if "mfu" in metrics else ""
+    """``flops_per_second``, with the ``mfu`` if it is known: "45.2 GFLOP/s, 41.0% MFU"."""
+    share = f", {metrics['mfu']:.1%} MFU" if "mfu" in metrics else ""
     return f"{flops_words(metrics[_WORK])}/s{share}"
 
 
