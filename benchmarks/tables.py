@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.harness.models_document import write_document
 from benchmarks.harness.page_blocks import MarkerError, replace_block
+from benchmarks.harness.predictions_document import write_document as write_predictions
 from benchmarks.harness.report import format_value
 from benchmarks.harness.results import RESULTS, Quantity, Results, Row, load_results
 from benchmarks.registry import Suite
@@ -138,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{README.name}: {len(PICKED)} rows of figures")
     print(f"{write_document().name}: written from the results of the models")
     print(f"{write_exactness().name}: written from the results of the museum")
+    print(f"{write_predictions().name}: written from what `tensorshard check` has measured")
     return 0
 
 

@@ -83,13 +83,20 @@ def _run(args: argparse.Namespace) -> int:
     except WorkerFailedError as error:
         if error.mistake:
             print_mistake(error.mistake)
-            return USAGE_ERROR
-        print(f"tensorshard: {error}", file=sys.stderr)
-        return 1
+        else:
+            print(f"tensorshard: {error}", file=sys.stderr)
+        _print_ending(error.ending)
+        return USAGE_ERROR if error.mistake else 1
     except LaunchInterrupted as error:
+        _print_ending(error.ending)
         return 128 + error.signal
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _print_ending(ending: str) -> None:
+    if ending:
+        print(f"\n{ending}", file=sys.stderr)
 
 
 def _unknown_option(parser: argparse.ArgumentParser, word: str) -> str:

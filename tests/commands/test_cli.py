@@ -41,8 +41,8 @@ class Started:
         self.expected: list[int] | None = None
         self.inside = False
 
-    def launch(self, entrypoint: Any, args: tuple[Any, ...], world: World, *, log_dir: str | None) -> None:
-        assert entrypoint is train.train_worker
+    def launch(self, entrypoint: Any, args: tuple[Any, ...], world: World, *, log_dir: str | None, ending: Any) -> None:
+        assert entrypoint is train.train_worker and callable(ending)
         self.config, self.resume, self.output, self.timeout, self.expected, self.request, _ = args
         self.world, self.log_dir = world, log_dir
 

@@ -339,7 +339,7 @@ def test_a_loader_deals_samples_and_goes_on_where_a_checkpoint_stands(ranks, tmp
     [
         (iter([1]), {}, "engine.loader deals samples to ranks by their index"),
         ([1, 2], dict(sampler=[0]), "engine.loader was given sampler"),
-        ([1, 2, 3], dict(batch_size=3), "global_batch_size 3 does not divide over 2 data ranks"),
+        ([1, 2, 3], dict(batch_size=3), "batch_size=3, of all data ranks together, does not divide over 2 data ranks"),
     ],
 )
 def test_a_loader_that_cannot_be(dataset, options, message):

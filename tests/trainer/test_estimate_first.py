@@ -24,13 +24,14 @@ MIB = 1 << 20
 CONFIG = OmegaConf.create({})
 
 
-def _found(*peaks: int) -> Estimate:
+def _found(*peaks: int, ranks_per_stage: int = 2) -> Estimate:
     held = dict.fromkeys(CATEGORIES, 0)
     ranks = [
-        RankEstimate(2 * stage, stage, peak, peak, peak, held | {"activations": peak}, "forward", [], [])
+        RankEstimate(ranks_per_stage * stage, stage, peak, peak, peak, held | {"activations": peak}, "forward", [], [])
         for stage, peak in enumerate(peaks)
     ]
-    return Estimate(ts.Plan(pp=len(peaks), micro_batches=2).resolve(2 * len(peaks)), 2 * len(peaks), ranks)
+    world_size = ranks_per_stage * len(peaks)
+    return Estimate(ts.Plan(pp=len(peaks), micro_batches=2).resolve(world_size), world_size, ranks)
 
 
 @pytest.fixture
@@ -80,13 +81,14 @@ def test_the_summary_has_estimated_and_measured_where_these_compare(
         figures={"loss": 1.0},
         peak_bytes=[300 * MIB, 301 * MIB],
         above_start=[9 * MIB, 10 * MIB],
-        expected=expected,
+        expected=None if expected is None else _found(*expected, ranks_per_stage=1),
         directory=RunDirectory(tmp_path),
     )
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("rank 0: 700 MiB  rank 1: 800 MiB" in said) is shown is ("rank 0: 9.00 MiB" in said)
     assert "7.00 MiB" not in said
     assert "rank 0: 300 MiB" in said
+    assert ("predicted" in said) is (expected is not None)
 
 
 def _raises() -> None:

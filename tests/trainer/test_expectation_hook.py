@@ -21,6 +21,7 @@ def _after_ten_steps(
     expected: Any = SimpleNamespace(
         hardware=hardware,
         step_seconds=None if hardware is None else seconds,
+        step_span=(seconds / 2, seconds * 2),
         ranks=[SimpleNamespace(peak_allocated=estimated)],
     )
     memory: Any = SimpleNamespace(bytes=lambda: 700 << 20)
@@ -40,6 +41,7 @@ def test_ratios_of_this_machine_are_kept_and_others_are_said_alone(tmp_path, mon
     save_measured(1 << 34, 0, RATES, "a test")
     (line,) = _after_ten_steps(Hardware("h100", 1 << 34, rates=RATES), 500 << 20)
     assert "estimated to take 0.2 s, and takes 0.3 s" in line and "500 MiB of live tensors, and is 600 MiB" in line
+    assert "(between 0.1 and 0.4 s)" in line
     before = find_hardware(THIS_MACHINE)
     assert before is not None and (before.time_ratio, before.memory_ratio) == (1.0, 1.0)
     (line,) = _after_ten_steps(before, 500 << 20)

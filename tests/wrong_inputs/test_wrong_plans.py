@@ -13,6 +13,8 @@ WRONG: dict[str, Case] = {
     "an unknown field": (lambda: ts.Plan(micro_batch=4), "no field 'micro_batch'", "did you mean 'micro_batches'?"),
     "an unknown field, far from all": (lambda: ts.Plan(nodes=4), "no field 'nodes'", "the fields are dp_replicate"),
     "a level that does not exist": (lambda: ts.Plan(zero=4), "zero is 4", "0, 1, 2 and 3", "'os_g' (2)"),
+    "a level in quotes": (lambda: ts.Plan(zero="3"), "zero is '3', a string; give the number: zero=3"),
+    "a degree in quotes": (lambda: ts.Plan(tp="2"), "tp is '2', a string", "a positive integer"),
     "a level's name": (lambda: ts.Plan(zero="stage_2"), "zero is 'stage_2'", "'os_g' (2)"),
     "a level as a bool": (lambda: ts.Plan(zero=True), "zero is True", "0, 1, 2 and 3"),
     "a degree of 0": (lambda: ts.Plan(tp=0), "tp is 0", "a positive integer, or -1"),

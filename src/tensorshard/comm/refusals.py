@@ -77,7 +77,7 @@ def report_refusals_once() -> None:
             text = f"{said[:_CHARACTERS]} ..."
         print(text, file=sys.stderr, flush=True)
         if is_cause:
-            _tell_agent(said)
+            tell_agent(said)
         if rank:
             _wait_for_agent(is_cause)
         return None
@@ -91,7 +91,7 @@ def _tell_others(error: BaseException) -> None:
             default_store().set(_KEY, str(error))
 
 
-def _tell_agent(said: str) -> None:
+def tell_agent(said: str) -> None:
     """Leaves what was said where torchrun looks for the cause of a failure, in its own format."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and Path(file).parent.is_dir():

@@ -3,23 +3,26 @@
 import argparse
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
 from tensorshard.commands.arguments import HelpFormat, add_allow, config_and_overrides, find_own_modules
+from tensorshard.commands.ending import ending_of
 from tensorshard.common.stores import is_url, open_store
 from tensorshard.common.words import fit, terminal_width
 from tensorshard.config import ConfigError, to_yaml
 from tensorshard.config.files import ASKED
 from tensorshard.config.lazy import MissingValueError
 from tensorshard.trainer.launch.launch_errors import LaunchError
-from tensorshard.trainer.launch.worker import run_worker
+from tensorshard.trainer.launch.worker import RUN_FILE, run_worker
 
 if TYPE_CHECKING:
     from tensorshard.predict import Estimate
     from tensorshard.trainer.launch.launcher import World
     from tensorshard.trainer.planned_run import PlanRequest, ReadConfig
+    from tensorshard.trainer.run_directory import RunDirectory
     from tensorshard.trainer.settings import TrainSettings
 
 RESUME_NEWEST = "latest"
@@ -175,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     if world is None:
         run_worker(train_worker, call, report=True)
     else:
-        launch(train_worker, call, world, log_dir=args.log_dir)
+        launch(train_worker, call, world, log_dir=args.log_dir, ending=partial(ending_of, config))
     return 0
 
 
@@ -224,8 +227,18 @@ def train_worker(
     """Runs the trainer in one process of a run."""
     from tensorshard.trainer.run import run as run_trainer
 
+    def ended(directory: "RunDirectory") -> None:
+        print(ending_of(config, directory.path), file=sys.stderr, flush=True)
+
     run_trainer(
-        config, resume=resume, output=output, timeout=timeout, expected=expected, request=request, verbose=verbose
+        config,
+        resume=resume,
+        output=output,
+        timeout=timeout,
+        expected=expected,
+        request=request,
+        verbose=verbose,
+        ended=None if RUN_FILE in os.environ else ended,  # else the launcher says it, after the error
     )
 
 

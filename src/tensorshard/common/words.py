@@ -46,6 +46,31 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
+def span_words(seconds: float, span: tuple[float, float] | None) -> str:
+    """Seconds with the bounds that they are known within: ``span_words(0.031, (0.024, 0.0422))`` is
+    "31.0 ms (24.0 to 42.2 ms)"."""
+    if span is None:
+        return seconds_words(seconds)
+    unit, factor = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
+    middle, low, high = (_three_digits(value * factor) for value in (seconds, *span))
+    return f"{middle} {unit} ({low} to {high} {unit})"
+
+
+def flops_words(flops: float) -> str:
+    """Floating-point operations with a unit: ``flops_words(3.1e13)`` is "31.0 TFLOP"."""
+    unit = 0
+    while flops >= 1000 and unit < len(_FLOPS) - 1:
+        flops, unit = flops / 1000, unit + 1
+    return f"{_three_digits(flops)} {_FLOPS[unit]}"
+
+
+_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

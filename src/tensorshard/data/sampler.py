@@ -205,13 +205,15 @@ def _check_sizes(num_samples: int, global_batch_size: int, dp_rank: int, dp_size
         raise ValueError(f"dp_rank is {dp_rank}; expected 0 to {dp_size - 1} with dp_size {dp_size}.")
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size is {global_batch_size}; expected a multiple of dp_size {dp_size}.")
-    if rest := global_batch_size % dp_size:
-        above = global_batch_size - rest + dp_size
+    check_divides(f"global_batch_size {global_batch_size}", global_batch_size, dp_size)
+
+
+def check_divides(given: str, size: int, dp_size: int) -> None:
+    """Raises a ValueError, which begins with what was `given`, unless all data ranks get as many of `size` samples."""
+    if rest := size % dp_size:
+        above = size - rest + dp_size
         nearest = f"{above - dp_size} or {above}" if above > dp_size else str(above)
-        raise ValueError(
-            f"global_batch_size {global_batch_size} does not divide over {dp_size} data ranks; "
-            f"the nearest that does is {nearest}."
-        )
+        raise ValueError(f"{given} does not divide over {dp_size} data ranks; the nearest that does is {nearest}.")
 
 
 _ROUNDS = 8

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from tensorshard.common.words import kind_of
 from tensorshard.data import ShardedBatchSampler
 from tensorshard.data.mixing import StreamReader, is_stateful
-from tensorshard.data.sampler import Balance, TorchOrder, shares
+from tensorshard.data.sampler import Balance, TorchOrder, check_divides, shares
 from tensorshard.model.batches import to_device
 from tensorshard.model.whole_sequences import WholeSequences
 from tensorshard.torch_private.process import become_only_reader
@@ -131,6 +131,7 @@ class EngineLoader:
         balance: Balance | None = None,
     ) -> None:
         _check(dataset, batch_size, options)
+        check_divides(f"batch_size={batch_size}, of all data ranks together,", batch_size, dp_size)
         _check_lengths(lengths, dataset)
         if generator is not None:
             _check_generator(generator, shuffle)

@@ -55,10 +55,16 @@ def data_with_known_fields(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
+def as_given(name: str, value: Any) -> str:
+    """How an error begins: the name and the value, and that it is a string if it is a number in quotes."""
+    is_quoted = isinstance(value, str) and re.fullmatch(r"\s*-?[\d.]+\s*", value)
+    return f"{name} is {value!r}" + ", a string" * bool(is_quoted)
+
+
 def check_int(name: str, value: Any, least: int) -> None:
     """Raises unless `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        raise TypeError(f"{as_given(name, value)}; it must be an integer of at least {least}")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
@@ -66,7 +72,7 @@ def check_int(name: str, value: Any, least: int) -> None:
 def check_positive(name: str, value: Any) -> None:
     """Raises unless `value` is a number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; it must be a positive number or None")
+        raise TypeError(f"{as_given(name, value)}; it must be a positive number or None")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; it must be a positive, finite number, or None to turn it off")
 

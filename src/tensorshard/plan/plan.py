@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorshard.common.words import kind_of
 from tensorshard.plan.field_checks import (
+    as_given,
     check_choice,
     check_experts,
     check_int,
@@ -426,7 +427,7 @@ class Plan(FromOthers):
 def check_degree(axis: str, value: Any) -> None:
     """Raises unless `value` may be the degree of an axis."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{axis} is {value!r}; it must be a positive integer, or -1 to be inferred")
+        raise TypeError(f"{as_given(axis, value)}; it must be a positive integer, or -1 to be inferred")
     if value < 1 and value != -1:
         raise ValueError(f"{axis} is {value}; it must be a positive integer, or -1 to be inferred")
 
@@ -435,6 +436,8 @@ def as_zero_level(value: Any) -> int:
     """The ZeRO level for `value`, a number or one of Paddle's names."""
     if isinstance(value, str) and value in ZERO_NAMES:
         return ZERO_NAMES[value]
+    if isinstance(value, str) and value.strip() in ("0", "1", "2", "3"):
+        raise ValueError(f"{as_given('zero', value)}; give the number: zero={value.strip()}")
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 3:
         names = ", ".join(f"{name!r} ({level})" for name, level in ZERO_NAMES.items())
         raise ValueError(f"zero is {value!r}; the levels are 0, 1, 2 and 3, also by the names {names}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tensorshard.common.words import seconds_words, size_text
+from tensorshard.common.words import size_text, span_words
 from tensorshard.predict.rank_estimate import CATEGORIES, LargeTensor, RankEstimate
 from tensorshard.predict.step_time import StepTime
 
@@ -87,8 +87,7 @@ def time_lines(time: StepTime, samples_per_second: float | None, *, measured: bo
     grade = "from measured rates" if measured else "not validated"
     rate = f", {samples_per_second:,.1f} samples/s" if samples_per_second is not None else ""
     shares = [f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.by_category.items() if seconds > 0]
-    span = f"{seconds_words(time.low)} to {seconds_words(time.high)}"
     return [
-        f"a step takes {seconds_words(time.seconds)} ({span}){rate}, {grade}:",
+        f"a step takes {span_words(time.seconds, (time.low, time.high))}{rate}, {grade}:",
         f"  {', '.join(shares)}",
     ]

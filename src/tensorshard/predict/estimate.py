@@ -19,6 +19,7 @@ from torch import nn
 
 from tensorshard.comm.forked import run_at_once
 from tensorshard.common.progress import say
+from tensorshard.common.words import span_words
 from tensorshard.engine.engine import Engine
 from tensorshard.engine.loss_terms import takes_model
 from tensorshard.engine.optimizer import OptimizerFactory
@@ -36,7 +37,7 @@ from tensorshard.plan.field_checks import check_choice, size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.plan.schedules import find_schedule
 from tensorshard.predict.describe import offload_lines, rank_lines, stage_lines, tensor_lines, time_lines, verdict
-from tensorshard.predict.hardware import Hardware, find_hardware
+from tensorshard.predict.hardware import ASSUMED_CPU, Hardware, find_hardware
 from tensorshard.predict.operation_ledger import BACKWARD, UPDATE, OperationLedger, Operations, Transfer
 from tensorshard.predict.page import Side, page, picture
 from tensorshard.predict.rank_estimate import RankEstimate, summarize
@@ -55,6 +56,7 @@ logger = logging.getLogger("tensorshard")
 REFUSALS = (ValueError, NotImplementedError, RuntimeError)
 """The errors of a plan that does not suit the model: a refusal, or what the model's own forward raises under it."""
 
+_DOUBT_OF_ASSUMED = 5.0  # a machine may be faster or slower than the one that is assumed by this factor
 _RANKS_HERE = "LOCAL_WORLD_SIZE"
 _BACKENDS = {"cuda": "fake", "cpu": "gloo"}  # an NCCL collective is one call, like one of a fake group
 
@@ -105,6 +107,52 @@ class Estimate:
         return time.on_cores(cores_here()) if hardware.shares_cores else time.seconds
 
     @property
+    def step_span(self) -> tuple[float, float] | None:
+        """The low and the high bound of :attr:`step_seconds`; None as for :attr:`step_time`."""
+        time, middle = self.step_time, self.step_seconds
+        if time is None or middle is None or self.hardware is None:
+            return None
+        doubt = _DOUBT_OF_ASSUMED if self.hardware.name == ASSUMED_CPU else 1.0
+        return time.low * middle / time.seconds / doubt, time.high * middle / time.seconds * doubt
+
+    def time_words(self, seconds: float | None = None) -> str:
+        """Seconds of a step and their bounds, as text; "" as for :attr:`step_time`.
+
+        Args:
+            seconds: the middle, if it was corrected by what was measured; by default :attr:`step_seconds`.
+        """
+        if self.step_seconds is None or self.step_span is None:
+            return ""
+        factor = 1.0 if seconds is None else seconds / self.step_seconds
+        low, high = self.step_span
+        return span_words(self.step_seconds * factor, (low * factor, high * factor))
+
+    @property
+    def model_flops(self) -> int:
+        """Floating-point operations of a step on all ranks together: those of matrix products, convolutions and
+        attention, counted as they run, without what recomputation computes again."""
+        return sum(self._flops_by_type().values())
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Floating-point operations a second of all devices together at their peak, for the types that
+        :attr:`model_flops` are computed in. ``model_flops / seconds / peak_flops`` is the MFU of a step. None where the
+        hardware's speed is not known, or assumed."""
+        hardware, by_type = self.hardware, self._flops_by_type()
+        if hardware is None or hardware.rates is None or hardware.name == ASSUMED_CPU or not any(by_type.values()):
+            return None
+        seconds = sum(flops / hardware.rates.peak(dtype) for dtype, flops in by_type.items())
+        devices = min(self.world_size, cores_here()) if hardware.shares_cores else self.world_size
+        return devices * self.model_flops / seconds
+
+    def _flops_by_type(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for rank in self.ranks:
+            for dtype, flops in rank.operations.flops_by_type().items():
+                counts[dtype] += flops * (self.world_size // len(self.ranks))
+        return counts
+
+    @property
     def time_by_category(self) -> dict[str, float] | None:
         """Seconds of a step, by what they are spent on; None as for :attr:`step_time`.
 
@@ -127,8 +175,12 @@ class Estimate:
     @property
     def peaks(self) -> list[int]:
         """Bytes of live tensors at the peak, for each rank of the world: the peak of its stage."""
-        ranks_per_stage = self.world_size // len(self.ranks)
-        return [rank.peak_allocated for rank in self.ranks for _ in range(ranks_per_stage)]
+        return [rank.peak_allocated for rank in self.of_each_rank]
+
+    @property
+    def of_each_rank(self) -> list[RankEstimate]:
+        """For each rank of the world the one of :attr:`ranks` that stands for it: that of its stage."""
+        return [rank for rank in self.ranks for _ in range(self.world_size // len(self.ranks))]
 
     def fits(self, memory: int | str | None = None) -> bool:
         """Whether every rank fits.

@@ -72,6 +72,10 @@ class Rates:
     host_bandwidth: float
     disk_bandwidth: float | None = None
 
+    def peak(self, dtype: str) -> float:
+        """Floating-point operations a second in a type such as "bfloat16"."""
+        return self.flops.get(dtype, self.flops["float32"])
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -104,6 +108,15 @@ class Hardware:
     def is_measured(self) -> bool:
         """Whether the rates were measured here."""
         return self.name == THIS_MACHINE
+
+    @property
+    def basis(self) -> str:
+        """What its times are worth, in words."""
+        if self.is_measured:
+            return "from measured rates"
+        if self.name == ASSUMED_CPU:
+            return "at assumed rates; 'tensorshard check' measures them"
+        return f"by the profile {self.name}, not validated"
 
     @property
     def shares_cores(self) -> bool:
@@ -273,28 +286,46 @@ def hardware_here() -> Hardware:
     Raises:
         ValueError: it has a GPU without a profile, and was not measured.
     """
+    has_gpus = torch.cuda.is_available()
+    measured = measured_here(gpus=has_gpus)
+    if measured is not None:
+        return measured
+    if not has_gpus:
+        return assumed_cpu()
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    known = profile_of_gpu(name, memory)
+    if known is None:
+        raise ValueError(
+            f"this machine's GPU is a {name}, whose speed is not known; run 'tensorshard check', which measures it, or "
+            f"name the hardware that is nearest: {', '.join(known_hardware())}"
+        )
+    return known
+
+
+def measured_here(*, gpus: bool) -> Hardware | None:
+    """This machine's GPUs, or its CPU, as ``tensorshard check`` measured them; None if it did not."""
     try:
         measured = find_hardware(THIS_MACHINE)
     except ValueError:
-        measured = None
-    has_gpus = torch.cuda.is_available()
-    if measured is not None and measured.rates is not None and measured.rates.asynchronous == has_gpus:
-        return measured
-    if not has_gpus:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        source = "Assumed; 'tensorshard check' measures this machine."
-        return Hardware(ASSUMED_CPU, memory, _ASSUMED_PROCESS, _ASSUMED, source)
-    called = torch.cuda.get_device_name().lower().replace(" ", "-")
-    memory = torch.cuda.get_device_properties(0).total_memory
-    profiles = [profile for name in known_hardware() if (profile := find_hardware(name)) is not None]
+        return None
+    known = measured is not None and measured.rates is not None and measured.rates.asynchronous == gpus
+    return measured if known else None
+
+
+def assumed_cpu() -> Hardware:
+    """This machine's CPU, whose speed is assumed."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    source = "Assumed; 'tensorshard check' measures this machine."
+    return Hardware(ASSUMED_CPU, memory, _ASSUMED_PROCESS, _ASSUMED, source)
+
+
+def profile_of_gpu(name: str, memory: int) -> Hardware | None:
+    """The profile of the GPU that its driver calls `name`, with `memory` bytes; None if no profile is of it."""
+    called = name.lower().replace(" ", "-")
+    profiles = [profile for known in known_hardware() if (profile := find_hardware(known)) is not None]
     # "a100-80" and "a100-40" are both found in "NVIDIA A100-SXM4-80GB", "rtx-4090" in "NVIDIA GeForce RTX 4090".
     near = [profile for profile in profiles if _device(profile.name) in called]
-    if not near:
-        raise ValueError(
-            f"this machine's GPU is a {torch.cuda.get_device_name()}, whose speed is not known; run 'tensorshard "
-            f"check', which measures it, or name the hardware that is nearest: {', '.join(known_hardware())}"
-        )
-    return min(near, key=lambda profile: abs(profile.memory - memory))
+    return min(near, key=lambda profile: abs(profile.memory - memory)) if near else None
 
 
 def _device(name: str) -> str:

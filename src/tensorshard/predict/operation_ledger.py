@@ -68,6 +68,7 @@ class Kernel:
         flops: floating-point operations of one call; a multiplication and an addition count as two. 0 for operators
             that are bound by memory.
         nbytes: bytes that one call reads and writes.
+        repeated: whether it belongs to a forward that is computed again in backward.
     """
 
     section: str
@@ -75,6 +76,7 @@ class Kernel:
     dtype: str
     flops: int
     nbytes: int
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,13 @@ class Operations:
     def flops(self) -> int:
         """Floating-point operations of matrix products, convolutions and attention."""
         return sum(kernel.flops * count for kernel, count in self.kernels.items())
+
+    def flops_by_type(self) -> Counter[str]:
+        """:attr:`flops` by the type that they are computed in, without what recomputation computes again."""
+        by_type: Counter[str] = Counter()
+        for kernel, count in self.kernels.items():
+            by_type[kernel.dtype] += 0 if kernel.repeated else kernel.flops * count
+        return by_type
 
     @property
     def memory_traffic(self) -> int:
@@ -260,7 +269,9 @@ class OperationLedger(TorchDispatchMode):
         if cost is not None:
             section = self._entered(self._phase())
             name = str(func.overloadpacket)
-            kernel = Kernel(section, name, cost.dtype, cost.flops, cost.nbytes)
+            # A backward computes without grad mode; a forward that runs again in it has grad mode on.
+            repeated = section == BACKWARD and torch.is_grad_enabled()
+            kernel = Kernel(section, name, cost.dtype, cost.flops, cost.nbytes, repeated)
             self._now(section).kernels[kernel] += self.loop.times
 
     def _now(self, section: str) -> Counts:

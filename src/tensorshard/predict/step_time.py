@@ -166,8 +166,7 @@ def kernel_time(kernel: Kernel, rates: Rates, place: float = _MIDDLE) -> float:
     Args:
         place: between 0 for the least that hardware reaches of its peaks, and 1 for the most.
     """
-    peak = rates.flops.get(kernel.dtype, rates.flops["float32"])
-    arithmetic = kernel.flops / (peak * _share(rates.matmul_efficiency, place))
+    arithmetic = kernel.flops / (rates.peak(kernel.dtype) * _share(rates.matmul_efficiency, place))
     memory = kernel.nbytes / (rates.memory_bandwidth * _share(rates.memory_efficiency, place))
     work = max(arithmetic, memory)
     launch = rates.launch * _LAUNCHES ** (1 - 2 * place)

@@ -86,6 +86,9 @@ def _ranks(run: Run) -> str:
     if not 1 < len(peaks) <= _RANKS_SHOWN:
         return ""
     heads, sides = ["peak memory"], [peaks]
+    if len(run.predicted) == len(peaks):
+        heads.append("predicted")
+        sides.append(run.predicted)
     for head, sizes in (("beyond start", run.beyond_start), ("estimated", run.estimated)):
         if is_compared(run) and sizes != peaks:
             heads.append(head)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tensorshard.common.words import flat_items, format_count, seconds_words, size_text
+from tensorshard.common.words import flat_items, flops_words, format_count, seconds_words, size_text, span_words
 from tensorshard.report.read_run import Run, Series
 
 Rows = list[tuple[str, list[str]]]
@@ -15,7 +15,13 @@ _SMALL = 256 << 20  # bytes of live tensors, on a CPU; below, libraries and conn
 
 _SPEEDS = ("tokens_per_second", "samples_per_second")
 _NOT_COMPARED = ("train.name", "train.output_dir")
-_OTHER = ("step_seconds", "samples", "peak_memory_bytes")  # curves of these would say nothing more
+_OTHER = (
+    "step_seconds",
+    "samples",
+    "peak_memory_bytes",
+    "flops_per_second",
+    "mfu",
+)  # curves of these would say nothing more
 
 
 def figures(runs: Sequence[Run]) -> Rows:
@@ -45,7 +51,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
         for name, series in run.curves.items():
             if series.dropped:
                 sentences.append(f"{of}{_count(series.dropped, 'value')} of {name} not finite, and not drawn.")
-        if run.estimated and not is_compared(run) and run.peaks and max(run.estimated) < _SMALL:
+        if run.estimated and not run.predicted and not is_compared(run) and run.peaks and max(run.estimated) < _SMALL:
             sentences.append(
                 f"{of}the estimate is of live tensors; of processes this small, libraries and connections hold most of "
                 f"what was measured."
@@ -111,15 +117,22 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
     speed = speed_of([run])
     if speed is not None:
         yield "speed", f"{format_count(metrics[speed].median)} {speed.removesuffix('_per_second')}/s"
+    if "flops_per_second" in metrics:
+        share = f", {metrics['mfu'].median:.1%} MFU" if "mfu" in metrics else ""
+        yield "operations", f"{flops_words(metrics['flops_per_second'].median)}/s{share}"
     if "step_seconds" in metrics:
         yield "time of a step", seconds_words(metrics["step_seconds"].median)
     if session is not None and session.estimated_step_seconds is not None:
-        yield "as estimated", seconds_words(session.estimated_step_seconds)
+        span = session.estimated_step_span
+        worth = f", {session.times_are}" if session.times_are else ""
+        yield "as estimated", span_words(session.estimated_step_seconds, (span[0], span[1]) if span else None) + worth
     if run.peaks:
         yield "peak memory", by_rank(run.peaks)
+    if run.predicted:
+        yield "predicted memory", by_rank(run.predicted)
     if is_compared(run) and run.beyond_start != run.peaks:
         yield "beyond start", by_rank(run.beyond_start)
-    if run.estimated:
+    if run.estimated and (is_compared(run) or not run.predicted):
         yield "estimated memory", by_rank(run.estimated)
     if ratio(run):
         yield "measured / estimated", ratio(run)

@@ -177,6 +177,11 @@ class Run:
         return [] if self.session is None else self.session.estimated_bytes or []
 
     @property
+    def predicted(self) -> list[int]:
+        """What :attr:`peaks` were predicted to be; [] without an estimate."""
+        return [] if self.session is None else self.session.predicted_bytes or []
+
+    @property
     def curves(self) -> dict[str, Series]:
         """The metrics without those of single ranks."""
         return {name: series for name, series in self.metrics.items() if not _RANK_PEAK.match(name)}

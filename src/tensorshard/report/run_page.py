@@ -134,20 +134,24 @@ def _memory(runs: Sequence[Run]) -> list[str]:
     if not shown:
         return []
     parts = ["<h2>Memory of every rank</h2>"]
-    compared = any(is_compared(run) for _, run in shown)
-    if compared:
-        parts.append(
-            '<p class="legend"><span><span class="mark"></span>as it was estimated, in live tensors</span></p>'
-        )
+    if any(_beside(run)[1] for _, run in shown):
+        parts.append('<p class="legend"><span><span class="mark"></span>as it was predicted</span></p>')
     parts.append('<div class="sides curves">')
     for number, run in shown:
         of = f"{run.name}: " if len(runs) > 1 else ""
-        measured, estimated = (run.beyond_start, run.estimated) if is_compared(run) else (run.peaks, [])
-        what = "peak beyond what it held before the model" if is_compared(run) else "peak"
-        title = f"{of}each rank's {what}"
+        measured, estimated = _beside(run)
+        beyond = " beyond what it held before the model" * (measured != run.peaks)
+        title = f"{of}each rank's peak{beyond}"
         drawn = rank_chart(measured, estimated, title, number)
         parts.append(f"<figure><figcaption>{escape(title)}</figcaption>\n{drawn}</figure>")
     return [*parts, "</div>"]
+
+
+def _beside(run: Run) -> tuple[list[int], list[int]]:
+    """The measured bytes of each rank, and those that were predicted of them; [] if they were not."""
+    if len(run.predicted) == len(run.peaks):
+        return run.peaks, run.predicted
+    return (run.beyond_start, run.estimated) if is_compared(run) else (run.peaks, [])
 
 
 def _plans(runs: Sequence[Run]) -> Iterator[str]:

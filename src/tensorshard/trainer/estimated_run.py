@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from tensorshard.comm.forked import ForkFailed, in_forked_process
 from tensorshard.common.progress import end_words
-from tensorshard.common.words import size_text
+from tensorshard.common.words import flops_words, size_text
 from tensorshard.config import ConfigError
 from tensorshard.host.memory import available_on_host
 from tensorshard.parallelize.part import Decisions
@@ -16,10 +16,10 @@ from tensorshard.plan.plan import Plan
 from tensorshard.predict import Estimate, estimate
 from tensorshard.predict.changes import Change, find_changes
 from tensorshard.predict.describe import stage_lines
-from tensorshard.predict.hardware import THIS_MACHINE, measured_profile
+from tensorshard.predict.hardware import Hardware
 from tensorshard.tensor_parallel.table.table import VerifiedTable
 from tensorshard.trainer.initial_model import RunParts
-from tensorshard.trainer.memory import memory_of_gpus
+from tensorshard.trainer.memory import hardware_of_run, memory_of_gpus
 
 
 class EstimatedRun:
@@ -35,7 +35,7 @@ class EstimatedRun:
     """
 
     def __init__(
-        self, config: DictConfig, world_size: int, hardware: str | None = None, *, device: str | None = None
+        self, config: DictConfig, world_size: int, hardware: str | Hardware | None = None, *, device: str | None = None
     ) -> None:
         self._parts = RunParts(config)
         self._world_size = world_size
@@ -102,10 +102,9 @@ class EstimatedRun:
 def estimate_run(config: DictConfig, world_size: int, *, device: str) -> Estimate:
     """The estimate of the run of `config` on `world_size` ranks. Arguments and errors as for :class:`EstimatedRun`.
 
-    It has times if ``tensorshard check`` has measured this machine.
+    Its times are those of this machine, see :func:`tensorshard.trainer.memory.hardware_of_run`.
     """
-    path = measured_profile()
-    hardware = THIS_MACHINE if path is not None and path.is_file() else None
+    hardware = hardware_of_run(gpus=device == "cuda")
     return EstimatedRun(config, world_size, hardware, device=device).estimate()
 
 
@@ -137,7 +136,7 @@ def estimate_first(
         )
     except ForkFailed as error:
         return None, [f"no estimate of memory: {error}"]
-    lines = _peak_lines(estimate)
+    lines = [*_peak_lines(estimate), *_time_lines(estimate)]
     available = memory_of_gpus() if gpus else available_on_host()
     peaks = estimate.peaks
     if available is not None:
@@ -163,6 +162,13 @@ def _peak_lines(estimate: Estimate) -> list[str]:
         return stage_lines(estimate.ranks)
     return [f"peak           {size_text(estimate.largest.peak_allocated)} of live tensors a rank, in "
             f"{estimate.largest.phase}", f"mostly         {'  '.join(_most(estimate))}"]  # fmt: skip
+
+
+def _time_lines(estimate: Estimate) -> list[str]:
+    if estimate.hardware is None or estimate.step_time is None:
+        return []
+    work = f"{flops_words(estimate.model_flops)} on all ranks"
+    return [f"a step         {estimate.time_words()}, {estimate.hardware.basis}", f"its work       {work}"]
 
 
 def _most(estimate: Estimate) -> Iterator[str]:

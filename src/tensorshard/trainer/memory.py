@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tensorshard.host.memory import status_bytes
+from tensorshard.predict.hardware import Hardware, assumed_cpu, measured_here, profile_of_gpu
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # this is written to /proc/self/clear_refs: see proc_pid_clear_refs(5)
@@ -62,16 +63,39 @@ def _ru_maxrss_unit() -> int:
     return 1 if sys.platform == "darwin" else 1024
 
 
-_QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_QUERY = ("--query-gpu=memory.total,name", "--format=csv,noheader,nounits")
 
 
 def memory_of_gpus() -> int | None:
     """Bytes of the smallest GPU; None without ``nvidia-smi``. It starts no CUDA context."""
+    gpu = _smallest_gpu()
+    return None if gpu is None else gpu[0]
+
+
+def hardware_of_run(*, gpus: bool) -> Hardware | None:
+    """What this machine's ranks compute on: as ``tensorshard check`` measured it, else the profile of its GPU, else a
+    CPU whose speed is assumed; None for a GPU of which nothing is known. It starts no CUDA context."""
+    measured = measured_here(gpus=gpus)
+    if measured is not None or not gpus:
+        return measured or assumed_cpu()
+    gpu = _smallest_gpu()
+    return None if gpu is None else profile_of_gpu(gpu[1], gpu[0])
+
+
+def gpu_name() -> str | None:
+    """What the driver calls the GPU with the least memory; None without ``nvidia-smi``."""
+    gpu = _smallest_gpu()
+    return None if gpu is None else gpu[1]
+
+
+def _smallest_gpu() -> tuple[int, str] | None:
+    """Bytes and name of the GPU with the least memory."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
     try:
         output = subprocess.run([tool, *_QUERY], capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(int(line) for line in output.split()) << 20
+        lines = [line.split(",", 1) for line in output.splitlines() if line.strip()]
+        return min((int(memory) << 20, name.strip()) for memory, name in lines)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

@@ -12,7 +12,8 @@ from rich.table import Table
 from tensorshard.common.words import format_count, size_text
 from tensorshard.config.files import ASKED, modules_to_allow
 from tensorshard.engine.engine import Engine
-from tensorshard.trainer.loggers.console import print_lines
+from tensorshard.predict import Estimate
+from tensorshard.trainer.loggers.console import print_lines, work_words
 from tensorshard.trainer.memory import COMPARED_MEMORY
 from tensorshard.trainer.run_directory import RunDirectory
 
@@ -52,7 +53,7 @@ def print_summary(
     figures: Mapping[str, float],
     peak_bytes: Sequence[int],
     above_start: Sequence[int],
-    expected: Sequence[int] | None,
+    expected: Estimate | None,
     directory: RunDirectory,
 ) -> None:
     """Prints the results of a run.
@@ -64,8 +65,7 @@ def print_summary(
         peak_bytes: each rank's peak memory.
         above_start: the same without what the rank held before the model was made: on a CPU, the interpreter and
             libraries.
-        expected: each rank's estimated peak, in live tensors, which is compared if it is large enough; None without an
-            estimate.
+        expected: the run's estimate, which stands beside what was measured; None without one.
         directory: of the run.
     """
     table = Table(show_header=False)
@@ -78,12 +78,28 @@ def print_summary(
     speeds = [name for name in ("tokens_per_second", "samples_per_second") if name in figures]
     if speeds:
         words = [f"{format_count(figures[name])} {name.removesuffix('_per_second')}/s" for name in speeds]
-        table.add_row("speed", f"{', '.join(words)}, {figures['step_seconds']:.3f} s a step")
+        words += [work_words(figures)] if "flops_per_second" in figures else []
+        table.add_row("speed", ", ".join(words))
+        table.add_row("a step", f"{figures['step_seconds']:.3f} s")
+        if expected is not None and expected.hardware is not None and expected.step_time is not None:
+            table.add_row("predicted", f"{expected.time_words()}, {expected.hardware.basis}")
     table.add_row("peak memory", _by_rank(peak_bytes, size_text))
-    if expected is not None and max(expected) >= COMPARED_MEMORY:
-        table.add_row("beyond start", _by_rank(above_start, size_text))
-        table.add_row("estimated", f"{_by_rank(expected, size_text)} of live tensors")
-    places: dict[str, Path | str | None] = {
+    if expected is not None:
+        held = [peak - above for peak, above in zip(peak_bytes, above_start, strict=True)]
+        table.add_row("predicted", _by_rank(predicted_peaks(expected, held), size_text))
+        if max(expected.peaks) >= COMPARED_MEMORY:
+            table.add_row("beyond start", _by_rank(above_start, size_text))
+            table.add_row("estimated", f"{_by_rank(expected.peaks, size_text)} of live tensors")
+    console.rule("summary", align="left", characters="-")
+    console.print(table)
+    for name, place in places(directory).items():
+        # Printed below the table, which would break long paths.
+        console.print(f"{name:<12} {place}", soft_wrap=True, highlight=False, markup=False)
+
+
+def places(directory: RunDirectory) -> dict[str, Path | str]:
+    """What a run has written, and where."""
+    found: dict[str, Path | str | None] = {
         "checkpoint": directory.newest_checkpoint(),
         "metrics": directory.metrics,
         "config": directory.config,
@@ -91,12 +107,14 @@ def print_summary(
         "profile": directory.profile if directory.profile.is_dir() else None,
         "logs": directory.path / "rank*.log",
     }
-    console.rule("summary", align="left", characters="-")
-    console.print(table)
-    for name, place in places.items():
-        # Printed below the table, which would break long paths.
-        if place is not None:
-            console.print(f"{name:<12} {place}", soft_wrap=True, highlight=False, markup=False)
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def predicted_peaks(expected: Estimate, held_before: Sequence[int]) -> list[int]:
+    """Each rank's peak memory in bytes, as its process measures it: what it held before the model was made, the live
+    tensors of the estimate and, on CPU ranks, what such a process takes beside them."""
+    peaks = [rank.peak_reserved if rank.on_host else rank.peak_allocated for rank in expected.of_each_rank]
+    return [held + peak for held, peak in zip(held_before, peaks, strict=True)]
 
 
 def resume_command(config: DictConfig, directory: RunDirectory) -> str:
@@ -105,6 +123,12 @@ def resume_command(config: DictConfig, directory: RunDirectory) -> str:
     It has the config, the overrides and the options with which the run was started. If the config was made in Python,
     it has the run's ``config.yaml`` instead.
     """
+    # --resume comes last: it would read a word after it as a checkpoint.
+    return f"{again_command(config, directory)} {shlex.join(['--output', str(directory.path), '--resume'])}"
+
+
+def again_command(config: DictConfig, directory: RunDirectory) -> str:
+    """The command line that begins the run in `directory` anew, in another directory. See :func:`resume_command`."""
     if ASKED in config:
         asked = config[ASKED]
         words = [asked.config, *asked.overrides, *asked.get("options", [])]
@@ -112,8 +136,7 @@ def resume_command(config: DictConfig, directory: RunDirectory) -> str:
         words = [directory.config]
         for module in modules_to_allow(config):
             words += ["--allow", module]
-    # --resume comes last: it would read a word after it as a checkpoint.
-    return shlex.join(["tensorshard", "train", *map(str, words), "--output", str(directory.path), "--resume"])
+    return shlex.join(["tensorshard", "train", *map(str, words)])
 
 
 def _by_rank(sizes: Sequence[int], spell: Callable[[int], str]) -> str:

@@ -5,7 +5,7 @@ Also here: loading the newest checkpoint of a run that is not damaged, the same 
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 from torch import nn
+from torch.utils.data import Dataset
 
 from tensorshard.comm.call_watch import is_of_collective
 from tensorshard.comm.decisions import decide_once
@@ -27,7 +28,7 @@ from tensorshard.comm.refusals import is_refusal, sentence
 from tensorshard.comm.world import DEFAULT_TIMEOUT, as_timedelta, default_device, join_world, ranks_here
 from tensorshard.config import ConfigError, instantiate
 from tensorshard.config.files import values_of
-from tensorshard.engine.engine import Engine
+from tensorshard.engine.engine import Engine, NonFiniteLossError
 from tensorshard.engine.guards.wrong_batch import OutOfRangeError
 from tensorshard.engine.optimizer import build_optimizer, wants_names
 from tensorshard.parallelize.build import parallelize
@@ -46,6 +47,7 @@ from tensorshard.trainer.hooks import (
     OutOfMemoryHook,
     ProfileHook,
     ScheduleHook,
+    StepWork,
     TimerHook,
 )
 from tensorshard.trainer.hooks.schedule import Evaluator, LossEvaluator, MetricEvaluator
@@ -54,12 +56,12 @@ from tensorshard.trainer.launch.worker import end_process
 from tensorshard.trainer.loaders import Collate, evaluation_loader, sample_inputs, training_loader
 from tensorshard.trainer.memory import PeakMemory, held_now
 from tensorshard.trainer.planned_run import PlanRequest, choose_for_run, set_plan
-from tensorshard.trainer.report import print_opening, print_summary, resume_command
+from tensorshard.trainer.report import predicted_peaks, print_opening, print_summary, resume_command
 from tensorshard.trainer.run_directory import RunDirectory, Session, write_session
 from tensorshard.trainer.settings import TrainSettings
-from tensorshard.trainer.start import Start, begun_anywhere, find_start, note_start, write_config
+from tensorshard.trainer.start import Start, begun_anywhere, find_start, note_end, note_start, write_config
 from tensorshard.trainer.text import TextSettings, sample_text, tokenizer_of
-from tensorshard.trainer.trainer import StopRequest, Trainer
+from tensorshard.trainer.trainer import BatchSize, StopRequest, Trainer
 from tensorshard.weights.files.manifest import DamagedCheckpointError
 
 logger = logging.getLogger("tensorshard")
@@ -74,6 +76,7 @@ def run(
     expected: Estimate | None = None,
     request: PlanRequest | None = None,
     verbose: bool = False,
+    ended: Callable[[RunDirectory], None] | None = None,
 ) -> None:
     """Trains as `config` says. Every process of the run makes this call; rank 0 alone prints.
 
@@ -85,6 +88,7 @@ def run(
         expected: the run's estimate, which is printed beside what is measured.
         request: the fields of the plan that rank 0 chooses, for all ranks; None if the config's plan is used as it is.
         verbose: whether every field of the plan and the mesh are printed before training.
+        ended: called on rank 0 where an error ends the run.
 
     Raises:
         ConfigError: the config cannot be run, the directory holds a run already, or there is nothing to resume
@@ -130,11 +134,16 @@ def run(
                 except OutOfRangeError as error:
                     raise ConfigError(f"data: {error}") from error
                 _report(parts, config, start.directory, console, expected, held_before)
+                note_end()
                 if sample is not None and not parts.trainer.interrupted:
                     console.print(
                         Panel(Text(sample_text(parts.trainer.engine, sample)), title="a sample", expand=False)
                     )
     except Exception as error:
+        if ended is not None and dist.get_rank() == 0:
+            ended(start.directory)
+        if isinstance(error, NonFiniteLossError):
+            error.add_note(f"(the traceback is in {log.path})")
         if isinstance(error, ConfigError) or not is_refusal(error):
             raise
         raise ConfigError(f"{sentence(error)}\n(the traceback is in {log.path})") from error
@@ -215,7 +224,7 @@ def _prepare(
         num_workers=settings.num_workers,
         collate=collate,
     )
-    timer = TimerHook(every=settings.log_every)
+    timer = TimerHook(every=settings.log_every, work=_work(expected, dataset, collate))
     memory = PeakMemory(engine.device)
     evaluation = EvaluationHook(_evaluators(config, settings, engine), settings.eval_every)
     # The order matters: measure, write down, move the learning rate on, save.
@@ -247,6 +256,15 @@ def _prepare(
     return _Run(trainer, timer, memory, evaluation)
 
 
+def _work(expected: Estimate | None, dataset: Dataset[Any], collate: Collate) -> StepWork | None:
+    """What a step computes, by the estimate of the run's first sample; None without one."""
+    if expected is None or expected.global_batch is None:
+        return None
+    pair = BatchSize.of(sample_inputs(dataset, collate))
+    batch = BatchSize(expected.global_batch, pair.tokens and expected.global_batch * pair.tokens // pair.samples)
+    return StepWork(expected.model_flops, expected.peak_flops, batch)
+
+
 def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimate | None, held_before: int) -> None:
     """Writes what a report of the run needs to know about this start. Collective."""
     engine = trainer.engine
@@ -261,7 +279,10 @@ def _record_session(trainer: Trainer, directory: RunDirectory, expected: Estimat
         plan=engine.plan.to_dict(),
         held_before_bytes=held_bytes,
         estimated_bytes=None if expected is None else expected.peaks,
+        predicted_bytes=None if expected is None else predicted_peaks(expected, held_bytes),
         estimated_step_seconds=None if expected is None else expected.step_seconds,
+        estimated_step_span=None if expected is None or expected.step_span is None else list(expected.step_span),
+        times_are=None if expected is None or expected.hardware is None else expected.hardware.basis,
     )
     write_session(directory.sessions, session)
 
@@ -310,12 +331,13 @@ def _report(
         figures=loss | parts.evaluation.latest | parts.timer.overall(),
         peak_bytes=_gather(parts.memory.bytes()),
         above_start=_gather(parts.memory.bytes() - held_before),
-        expected=None if expected is None else expected.peaks,
+        expected=expected,
         directory=directory,
     )
     if trainer.interrupted:
         logger.info("stopped early, after step %d of %d", trainer.step, trainer.max_steps)
-        logger.info("continue with:\n%s", resume_command(config, directory), extra=loggers.AS_IT_IS)
+        words = f"the checkpoint is after step {trainer.step}; continue with:\n{resume_command(config, directory)}"
+        logger.info("%s", words, extra=loggers.AS_IT_IS)
 
 
 def _evaluators(config: DictConfig, settings: TrainSettings, engine: Engine) -> list[Evaluator]:

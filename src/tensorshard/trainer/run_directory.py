@@ -201,7 +201,10 @@ class Session:
         plan: the fields of the resolved plan.
         held_before_bytes: what each rank held before the model was made, counted as the peak is.
         estimated_bytes: live tensors at the peak of each rank, as estimated; None without an estimate.
+        predicted_bytes: each rank's peak, as predicted from that: counted as the peak is.
         estimated_step_seconds: of a step, as estimated; None where the speed of the hardware is not known.
+        estimated_step_span: their low and high bound.
+        times_are: what these seconds are worth, as :attr:`Hardware.basis`.
     """
 
     first_step: int
@@ -212,6 +215,9 @@ class Session:
     held_before_bytes: list[int]
     estimated_bytes: list[int] | None = None
     estimated_step_seconds: float | None = None
+    predicted_bytes: list[int] | None = None
+    estimated_step_span: list[float] | None = None
+    times_are: str | None = None
 
 
 def write_session(path: Path, session: Session) -> None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from tensorshard.common.stores import local_or_url, open_store
 from tensorshard.config import ConfigError, save_config, to_yaml
-from tensorshard.trainer.launch.worker import RUN_FILE, is_restart
+from tensorshard.trainer.launch.worker import RUN_FILE, is_restart, told
 from tensorshard.trainer.run_directory import RUNS, RunDirectory
 from tensorshard.trainer.settings import TrainSettings
 
@@ -110,6 +110,12 @@ def note_start(start: Start) -> None:
     """Tells workers that are started again, after one has failed, where this run writes."""
     if RUN_FILE in os.environ:
         Path(os.environ[RUN_FILE]).write_text(str(start.directory.path))
+
+
+def note_end() -> None:
+    """Tells this machine's launcher that the run has ended, or was stopped, and has said so."""
+    if RUN_FILE in os.environ:
+        told(Path(os.environ[RUN_FILE])).touch()
 
 
 def begun_anywhere(group: dist.ProcessGroup) -> RunDirectory | None:

@@ -178,6 +178,15 @@ def test_nodes_and_batches_limit_the_plans():
     assert all(one.micro_batch * one.plan.micro_batches * one.plan.dp_size == 6 for one in listed)
 
 
+def test_on_gpus_offload_is_tried_without_a_pipeline():
+    options = asked(world_size=4, global_batch=8, hardware="h100")
+    listed, _ = candidates(make_problem(Model, **{"memory": None, "fixed": None} | options))
+    offloaded = [one.plan for one in listed if one.plan.offload is not None]
+    assert {plan.offload.optimizer for plan in offloaded} == {"cpu"} and {plan.pp for plan in offloaded} == {1}
+    assert {plan.zero for plan in offloaded if plan.dp_shard > 1} == {2, 3}
+    assert len(offloaded) < len(listed) / 3
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

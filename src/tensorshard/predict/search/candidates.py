@@ -167,10 +167,14 @@ def _plans(problem: SearchProblem, shape: dict[str, Any], batch: int, refused: d
         refused[f"dp={problem.global_batch // batch}"] = f"leaves {batch} samples, not a multiple of {count}"
         return
     # CPU ranks have no device memory apart from the host's. So only offload to disk saves any.
-    places = (None, "disk") if problem.on_cpus and problem.rates.disk_bandwidth else (None,)
+    places = (None, "disk") if problem.rates.disk_bandwidth else (None,)
+    if not problem.on_cpus:  # stages hold little, and a plan of each kind with offload would double the search
+        places = (None, "cpu") if shape["pp"] == 1 else (None,)
     for offload in _options(problem, "offload", places):
         for recompute in _options(problem, "recompute", RECOMPUTE_MODES):
             for zero in _options(problem, "zero", levels):
+                if offload == "cpu" and several and zero in (0, 1) and not problem.fixed.keys() & {"offload", "zero"}:
+                    continue  # what is offloaded is sharded further without a cost
                 for count in _options(problem, "micro_batches", counts):
                     if math.gcd(shape["cp"], batch // count) > 1 and not problem.fixed.keys() & _OF_SAMPLES:
                         continue  # with more data ranks, each micro-batch has fewer samples, and nothing is exchanged

@@ -22,7 +22,7 @@ from tensorshard.comm.forked import ForkFailed, in_forked_process
 from tensorshard.comm.groups import world_group
 from tensorshard.comm.world import ranks_here
 from tensorshard.common.progress import progress, say
-from tensorshard.common.words import seconds_words, size_text
+from tensorshard.common.words import size_text
 from tensorshard.engine.optimizer import OptimizerFactory
 from tensorshard.host.memory import room_for_rank
 from tensorshard.model.batches import batch_size
@@ -74,10 +74,10 @@ def find_plans(
 
     It considers every plan that the number of ranks and the batch allow: degrees of data parallelism (with hybrid
     sharding between nodes), `tp` with and without sequence parallelism, pipelines with their schedules, ZeRO levels,
-    micro-batches, recomputation, `cp` where a micro-batch has one sample, `ep` for mixtures of experts, and, on CPU
-    ranks, offload to disk. It
-    predicts the time of each, and estimates those near the best (:func:`tensorshard.estimate`), the most promising
-    first. The same search gives the same plans.
+    micro-batches, recomputation, `cp` where a micro-batch has one sample, `ep` for mixtures of experts, and offload:
+    on CPU ranks to disk, on GPUs without a pipeline to host memory, whose size is not checked. It predicts the time of
+    each, and estimates those near the best (:func:`tensorshard.estimate`), the most promising first. The same search
+    gives the same plans.
     Fields that change results, such as precision and clipping, are as in `fixed`, or at a Plan's defaults.
 
     Args:
@@ -175,7 +175,7 @@ def _cheapest(problem: SearchProblem, top: int, step_time: float) -> Search:
         raise nothing_fits(fastest)
     raise ValueError(
         f"step_time={step_time:g} was asked for, and the fastest plan of all {problem.world_size} ranks takes "
-        f"{seconds_words(fastest.fitting[0].seconds)}; allow more time, or more devices"
+        f"{fastest.fitting[0].time_words}; allow more time, or more devices"
     )
 
 

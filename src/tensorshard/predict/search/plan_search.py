@@ -95,10 +95,10 @@ class PlanSearch:
     def describe(self) -> str:
         """A table of the plans, why the first one is the best, and what was rejected; lines of at most 80 columns."""
         measured = any(choice.measured_seconds is not None or choice.failed for choice in self.plans)
-        lines = [self.title(), "", f"{'':>3}  {'measured  ' * measured:>12}{'a step':>10}  {'a rank':>10}  plan"]
+        lines = [self.title(), "", f"{'':>3}  {'measured  ' * measured:>12}{'a step':>24}  {'a rank':>9}  plan"]
         for number, choice in enumerate(self.plans, start=1):
-            head = f"{number:>3}  {_measured_words(choice) * measured}{seconds_words(choice.seconds):>10}  "
-            head += f"{size_text(choice.memory):>10}  "
+            time = choice.estimate.time_words(choice.seconds)
+            head = f"{number:>3}  {_measured_words(choice) * measured}{time:>24}  {size_text(choice.memory):>9}  "
             lines += wrap(plan_words(choice.plan), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
         for number, choice in enumerate(self.plans, start=1):
             reasons = [*choice.reasons, *([f"failed: {choice.failed}"] if choice.failed else [])]
@@ -118,7 +118,14 @@ class PlanSearch:
     def to_html(self, path: str | Path) -> None:
         """Writes a page that needs nothing else: the table, time against memory of each plan found, and the reasons."""
         points = [
-            Point(choice.seconds, choice.memory, plan_words(choice.plan), choice.reasons) for choice in self.plans
+            Point(
+                choice.seconds,
+                choice.estimate.time_words(choice.seconds),
+                choice.memory,
+                plan_words(choice.plan),
+                choice.reasons,
+            )
+            for choice in self.plans
         ]
         page = search_page(self.title(), points, [str(refusal) for refusal in self.rejected], self._note())
         Path(path).write_text(page, encoding="utf-8")
@@ -149,10 +156,11 @@ _PICTURE_WIDTH, _PICTURE_HEIGHT, _EDGE = 640, 320, 60
 class Point:
     """A plan in the picture.
 
-    Args: as for :class:`tensorshard.predict.search.plan_search.FoundPlan`; the plan is in words.
+    Args: as for :class:`tensorshard.predict.search.plan_search.FoundPlan`; the time and the plan are in words.
     """
 
     seconds: float
+    time: str
     memory: int
     words: str
     reasons: list[str]
@@ -161,7 +169,7 @@ class Point:
 def search_page(title: str, points: list[Point], rejected: list[str], note: str) -> str:
     """The page, as HTML."""
     rows = "".join(
-        f"<tr><td>{number}</td><td>{seconds_words(point.seconds)}</td><td>{size_text(point.memory)}</td>"
+        f"<tr><td>{number}</td><td>{point.time}</td><td>{size_text(point.memory)}</td>"
         f"<td><code>{escape(point.words)}</code></td><td>{escape('; '.join(point.reasons))}</td></tr>"
         for number, point in enumerate(points, start=1)
     )
@@ -182,7 +190,7 @@ def _picture(points: list[Point]) -> str:
     for number, point in enumerate(points, start=1):
         x = _EDGE + (_PICTURE_WIDTH - 2 * _EDGE) * point.seconds / longest
         y = _PICTURE_HEIGHT - _EDGE - (_PICTURE_HEIGHT - 2 * _EDGE) * point.memory / most
-        label = f"{escape(point.words)}: {seconds_words(point.seconds)}, {size_text(point.memory)}"
+        label = f"{escape(point.words)}: {point.time}, {size_text(point.memory)}"
         marks.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#1f77b4"><title>{label}</title></circle>'
             f'<text x="{x + 7:.1f}" y="{y - 7:.1f}" font-size="12">{number}</text>'
@@ -226,6 +234,8 @@ def found_reasons(one: CandidateState, best: CandidateState) -> list[str]:
         exchanged = one.estimate.largest.traffic.get("cp", {}).values()
         received = size_text(int(sum(traffic.sent for traffic in exchanged)))
         reasons.append(f"cp={one.plan.cp} splits sequences, of which each rank receives {received} in a step")
+    if one.estimate is not None and not one.estimate.largest.on_host and one.estimate.largest.host_bytes:
+        reasons.append(f"offload keeps {size_text(one.estimate.largest.host_bytes)} of each rank in host memory")
     return reasons
 
 

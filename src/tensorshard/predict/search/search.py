@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from tensorshard.common.progress import end_words, say
-from tensorshard.common.words import first_line, seconds_words
+from tensorshard.common.words import first_line
 from tensorshard.plan.plan import Plan
 from tensorshard.predict.estimate import REFUSALS, Estimate
 from tensorshard.predict.rank_estimate import LARGE_SEGMENT
@@ -83,6 +83,12 @@ class CandidateState:
     def memory(self) -> int:
         """Bytes on the fullest rank's device; before the estimate, a lower bound of them."""
         return self.predicted.memory if self.estimate is None else self.estimate.largest.peak_device
+
+    @property
+    def time_words(self) -> str:
+        """:attr:`seconds` with their bounds; of a plan that was estimated."""
+        assert self.estimate is not None
+        return self.estimate.time_words(self.seconds)
 
     @property
     def is_estimated(self) -> bool:
@@ -313,7 +319,7 @@ class Search:
         self._raise_floors(one, prediction.seconds * (1 - self._doubt_of_line))
 
     def _estimate(self, one: CandidateState, key: Key, longest: float) -> None:
-        best = f", the best so far takes {seconds_words(self.fitting[0].seconds)}" if self.fitting else ", none fits"
+        best = f", the best so far takes {self.fitting[0].time_words}" if self.fitting else ", none fits"
         say(f"{self.estimates} of at most {MOST_ESTIMATES} estimates made{best if self.estimates else ''}")
         self.estimates += 1
         plan, samples = one.plan, self.traces[BASE].samples

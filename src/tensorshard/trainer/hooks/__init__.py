@@ -1,6 +1,6 @@
 """What is done beside training, one small class each."""
 
-from tensorshard.trainer.hooks.metrics import ExpectationHook, LoggingHook, MemoryHook, TimerHook
+from tensorshard.trainer.hooks.metrics import ExpectationHook, LoggingHook, MemoryHook, StepWork, TimerHook
 from tensorshard.trainer.hooks.profiling import MemoryProfileHook, OutOfMemoryHook, ProfileHook
 from tensorshard.trainer.hooks.schedule import CheckpointHook, EvaluationHook, OptimizerOptionsHook, ScheduleHook
 from tensorshard.trainer.trainer import Hook
@@ -17,5 +17,6 @@ __all__ = [
     "OutOfMemoryHook",
     "ProfileHook",
     "ScheduleHook",
+    "StepWork",
     "TimerHook",
 ]

@@ -4,6 +4,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,16 +23,33 @@ if TYPE_CHECKING:
     from tensorshard.trainer.trainer import Trainer
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """What a step computes, as the run's estimate has counted it.
+
+    Args:
+        flops: as :attr:`Estimate.model_flops`. peak: as :attr:`Estimate.peak_flops`.
+        batch: size of the global batch that they were counted for.
+    """
+
+    flops: int
+    peak: float | None
+    batch: BatchSize
+
+
 class _Span:
     """Sums over some steps: how many, what was in them, and their time."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: StepWork | None) -> None:
         self.steps = 0
         self.seconds = 0.0
         self.samples = 0
         self.tokens: int | None = None
+        self._work = work
 
     def add(self, seconds: float, batch: BatchSize) -> None:
+        if self._work is not None and self._work.batch != batch:
+            self._work = None  # its operations were counted for another size
         self.steps += 1
         self.seconds += seconds
         self.samples += batch.samples
@@ -47,11 +65,18 @@ class _Span:
         }
         if self.tokens is not None:
             rates["tokens_per_second"] = self.tokens / self.seconds
+        if self._work is not None and self._work.flops:
+            rates["flops_per_second"] = self._work.flops * self.steps / self.seconds
+            if self._work.peak:
+                rates["mfu"] = rates["flops_per_second"] / self._work.peak
         return rates
 
 
 class TimerHook(Hook):
     """Measures ``step_seconds``, ``samples_per_second`` and, for text, ``tokens_per_second``, over all ranks.
+
+    Where the operations of a step were counted, also ``flops_per_second`` of all ranks, without recomputation, and
+    ``mfu``: their share of what the devices reach at their peak.
 
     The clock runs while a batch is fetched and stepped, and stands still during evaluation, checkpoints and
     logging: put this hook first. The figures are means over the last `every` steps.
@@ -59,16 +84,20 @@ class TimerHook(Hook):
     Args:
         every: steps in a measurement. With the logging interval, each log line is a mean since the last one.
         clock: seconds of some monotonic clock.
+        work: what a step computes, if that is known.
     """
 
-    def __init__(self, every: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, every: int = 1, clock: Callable[[], float] = time.perf_counter, work: StepWork | None = None
+    ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; expected at least 1 step.")
         self.every = every
         self._clock = clock
+        self._work = work
         self._started = 0.0
-        self._recent = _Span()
-        self._whole = _Span()
+        self._recent = _Span(work)
+        self._whole = _Span(work)
         self._first_step_done = False
 
     def before_step(self, trainer: "Trainer") -> None:
@@ -77,7 +106,7 @@ class TimerHook(Hook):
     def after_step(self, trainer: "Trainer", record: StepRecord) -> None:
         seconds = self._clock() - self._started
         if self._recent.steps == self.every:
-            self._recent = _Span()
+            self._recent = _Span(self._work)
         self._recent.add(seconds, record.batch)
         if self._first_step_done:
             self._whole.add(seconds, record.batch)
@@ -239,7 +268,9 @@ class ExpectationHook(Hook):
         if estimated is not None and estimated >= COMPARED_SECONDS:
             measured = statistics.median(self._seconds[_WARM_UP:])
             ratios["time_ratio"] = measured / estimated
-            lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s")
+            low, high = self._expected.step_span or (estimated, estimated)
+            bounds = f"(between {low:.4g} and {high:.4g} s)"
+            lines.append(f"a step was estimated to take {estimated:.4g} s, and takes {measured:.4g} s {bounds}")
         estimated_bytes = self._expected.ranks[0].peak_allocated
         measured_bytes = self._memory.bytes() - self._held_before
         if estimated_bytes >= COMPARED_MEMORY:

@@ -232,7 +232,8 @@ class OutOfMemoryHook(Hook):
             lines.append(
                 "These changes of train.plan take less, the mildest first; `tensorshard estimate` says how much:"
             )
-            lines += [f"  {words:<24}{cost}" for words, cost in changes]
+            width = max(len(words) for words, _ in changes)
+            lines += [f"  {words:<{width}}  {cost}" for words, cost in changes]
         else:
             lines.append("More processes, a smaller batch or a smaller model would take less.")
         error.add_note("\n".join(lines))

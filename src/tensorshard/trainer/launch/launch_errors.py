@@ -23,11 +23,13 @@ class LaunchInterrupted(Exception):
 
     Attributes:
         signal: the signal that arrived.
+        ending: how the run goes on; "" if it has said so itself.
     """
 
-    def __init__(self, number: signal.Signals) -> None:
+    def __init__(self, number: signal.Signals, ending: str = "") -> None:
         super().__init__(f"ended by {number.name}")
         self.signal = number
+        self.ending = ending
 
 
 class WorkerFailedError(RuntimeError):
@@ -37,13 +39,17 @@ class WorkerFailedError(RuntimeError):
         failures: what the elastic agent knows about the workers that failed, by global rank.
         world_size: number of processes of the run.
         logs: the directory with the output of the ranks other than 0; None if they wrote nothing.
+        ending: how the run goes on; "" if it has said so itself.
 
     Attributes:
         rank: the global rank that failed first.
         mistake: a sentence, if the cause was a mistake in the config or the arguments; else None.
     """
 
-    def __init__(self, failures: "Mapping[int, ProcessFailure]", world_size: int, logs: Path | None) -> None:
+    def __init__(
+        self, failures: "Mapping[int, ProcessFailure]", world_size: int, logs: Path | None, ending: str = ""
+    ) -> None:
+        self.ending = ending
         self.rank = min(failures, key=lambda rank: _moment(failures[rank]))
         self.mistake = _mistake(failures[self.rank])
         text = f"rank {self.rank} of {world_size} {_describe(failures[self.rank])}"

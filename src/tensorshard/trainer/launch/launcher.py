@@ -43,7 +43,7 @@ from tensorshard.comm.world import STORE_FILE
 from tensorshard.host.memory import cores_here
 from tensorshard.host.process_settings import environment_for_training
 from tensorshard.trainer.launch.launch_errors import LaunchError, LaunchInterrupted, WorkerFailedError, last_line
-from tensorshard.trainer.launch.worker import INTERRUPTED, RUN_FILE, write_call
+from tensorshard.trainer.launch.worker import INTERRUPTED, RUN_FILE, told, write_call
 
 # Seconds that workers may take to save and leave after a signal, unless the environment sets another time.
 _SHUTDOWN_SECONDS = "600"
@@ -53,6 +53,7 @@ _RECORDS = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 
 _SCRATCH, _KEPT = "tensorshard-run-", "tensorshard-logs-"
 """Prefixes of folder names: of temporary files, and of logs that are kept because a worker failed."""
+_RUN = "run"
 BACKEND = "tensorshard-local"
 _LOOPBACK = "127.0.0.1"
 
@@ -145,6 +146,7 @@ def launch(
     *,
     log_dir: str | Path | None = None,
     worker_env: Mapping[str, str] | None = None,
+    ending: Callable[[Path], str] | None = None,
 ) -> None:
     """Runs ``entrypoint(*args)`` in ``world.nproc`` processes on this machine; returns when all have ended.
 
@@ -162,6 +164,8 @@ def launch(
         worker_env: further environment variables of the workers, set before they start (settings of the memory
             allocator need that). ``OMP_NUM_THREADS`` is the number of cores divided by `nproc`, unless it is set here
             or in this process's environment.
+        ending: says how a run goes on that ended early and did not say so itself; it gets the folder that workers have
+            noted as theirs.
 
     Raises:
         ValueError: `entrypoint` cannot be imported by name.
@@ -181,28 +185,37 @@ def launch(
         environment = worker_environment(world.nproc)
         if world.is_alone:
             environment |= local_environment(scratch)
-        environment[RUN_FILE] = str(scratch / "run")
+        environment[RUN_FILE] = str(scratch / _RUN)
         if visible_gpus() and not any(name in os.environ for name in _RECORDS):
             environment[_RECORDS[0]] = str(logs / "nccl-rank")
         streams = _Streams(logs, {**environment, **(worker_env or {})}, world.max_restarts)
-        with _signal_handling(scratch), _quiet_agent():
+        with _signal_handling(scratch, ending), _quiet_agent():
             start = elastic_launch(_launch_config(world, streams), sys.executable)
             start("-u", "-m", "tensorshard.trainer.launch.worker", str(call))
     except SignalException as error:
-        raise LaunchInterrupted(error.sigval) from None
+        raise LaunchInterrupted(error.sigval, _ending(scratch, ending)) from None
     except RendezvousError as error:
         raise LaunchError(f"the {world.nnodes} machines did not meet at {world.rdzv_endpoint}: {error}") from error
     except ChildFailedError as error:
+        said = _ending(scratch, ending)
         written = any(file.stat().st_size for name in ("rank*.log", "nccl-rank*") for file in logs.glob(name))
         if written and logs == scratch:
             keep_scratch = True
             (scratch / "store").unlink(missing_ok=True)
             scratch.rename(logs := scratch.with_name(scratch.name.replace(_SCRATCH, _KEPT, 1)))
-        raise WorkerFailedError(error.failures, world.size, logs if written else None) from None
+        raise WorkerFailedError(error.failures, world.size, logs if written else None, said) from None
     finally:
         call.unlink(missing_ok=True)
         if not keep_scratch:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _ending(scratch: Path, ending: Callable[[Path], str] | None) -> str:
+    """What `ending` says of the run whose workers have written to the folder of temporary files."""
+    noted = scratch / _RUN
+    if ending is None or not noted.is_file() or told(noted).exists():
+        return ""
+    return ending(Path(noted.read_text()))
 
 
 def _remove_leftovers() -> None:
@@ -319,12 +332,13 @@ def _launch_config(world: World, streams: LogsSpecs) -> LaunchConfig:
 
 
 @contextmanager
-def _signal_handling(scratch: Path) -> Iterator[None]:
+def _signal_handling(scratch: Path, ending: Callable[[Path], str] | None) -> Iterator[None]:
     """Inside, the agent passes the first Ctrl-C on, and the second one ends everything at once. The former signal
     handlers are restored afterwards.
 
     Args:
         scratch: the folder of temporary files, which is removed before the process ends.
+        ending: as for :func:`launch`.
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -332,6 +346,8 @@ def _signal_handling(scratch: Path) -> Iterator[None]:
         raise SignalException("interrupted", signal.SIGINT)
 
     def end_at_once(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):  # it may come in the middle of anything
+            os.write(sys.stderr.fileno(), f"{_ending(scratch, ending)}\n".encode())
         shutil.rmtree(scratch, ignore_errors=True)
         os._exit(INTERRUPTED)  # the kernel kills the workers with us, see tensorshard.trainer.launch.worker
 

@@ -62,6 +62,7 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: b
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from tensorshard.comm.refusals import tell_agent
     from tensorshard.config.lazy import ConfigError
 
     allow_process_settings()
@@ -80,15 +81,31 @@ def run_worker(entrypoint: Callable[..., Any], args: Sequence[Any], *, report: b
         if report:
             print_mistake(str(error))
         _exit_at_once(USAGE_ERROR)
-    except Exception:
+    except Exception as error:
+        said = _in_short(error)
+        if said is not None:
+            tell_agent(said)
         if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            traceback.print_exc()
+            print(said or traceback.format_exc(), file=sys.stderr)
         _exit_at_once(1)
+
+
+def _in_short(error: Exception) -> str | None:
+    """What an error says that every rank raises at the same place, whose traceback says no more; None for others."""
+    from tensorshard.comm.refusals import sentence
+    from tensorshard.engine.gradients import NonFiniteLossError
+
+    return f"{type(error).__name__}: {sentence(error)}" if isinstance(error, NonFiniteLossError) else None
 
 
 def is_restart() -> bool:
     """Whether workers of this run have failed before."""
     return os.environ.get(RESTARTS, "0") != "0"
+
+
+def told(run_file: Path) -> Path:
+    """The file that is there once a run has said itself how it ended. `run_file`: as in :data:`RUN_FILE`."""
+    return run_file.with_name(f"{run_file.name}.told")
 
 
 def _refused_file() -> Path | None:

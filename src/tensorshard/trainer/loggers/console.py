@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tensorshard.common.words import fit, format_count, size_text
+from tensorshard.common.words import fit, flops_words, format_count, size_text
 from tensorshard.trainer.loggers.files import Logger
 
 AS_IT_IS = {"as_it_is": True}
@@ -18,6 +18,7 @@ AS_IT_IS = {"as_it_is": True}
 
 _GAP = "  "
 _LEAST_BAR = 10
+_WORK = "flops_per_second"
 
 
 def console_logger(console: Console) -> Logger:
@@ -35,7 +36,7 @@ def print_lines(console: Console, text: str, style: str | None = None) -> None:
 class ProgressBarLogger(Logger):
     """A bar with the loss, the speed, the time left and the peak memory. Evaluations stay above it as lines.
 
-    A narrow terminal loses the bar first, then the memory.
+    A narrow terminal loses the bar first, then the operations a second, then the memory.
 
     Args:
         console: a terminal; what else is printed there while the bar is shown must go through it.
@@ -73,16 +74,18 @@ class _TrainingLine(ProgressColumn):
     def render(self, task: Task) -> RenderableType:
         total = int(task.total or 0)
         metrics = task.fields["metrics"]
-        figures = {name: value for name, value in metrics.items() if name != "peak_memory_bytes"}
+        figures = {name: value for name, value in metrics.items() if name not in ("peak_memory_bytes", _WORK)}
         left = "-:--" if task.time_remaining is None else format_seconds(task.time_remaining)
         step = f"{int(task.completed):>{len(str(total))}}/{total}"
         parts = [f"step {step}", *_figures(figures), f"eta {left}"]
         width = self._console.width
         if len(_GAP.join(parts)) > width:
             parts = [step, *(part.replace(" tokens/s", " tok/s") for part in parts[1:])]
-        if "peak_memory_bytes" in metrics:
-            with_memory = [*parts[:-1], size_text(metrics["peak_memory_bytes"]), parts[-1]]
-            parts = with_memory if len(_GAP.join(with_memory)) <= width else parts
+        more = [size_text(metrics["peak_memory_bytes"])] if "peak_memory_bytes" in metrics else []
+        more += [work_words(metrics)] if _WORK in metrics else []
+        for words in more:
+            longer = [*parts[:-1], words, parts[-1]]
+            parts = longer if len(_GAP.join(longer)) <= width else parts
         room = width - len(_GAP.join(parts)) - len(_GAP)
         if room < _LEAST_BAR:
             return Text(_GAP.join(parts), no_wrap=True)
@@ -153,9 +156,17 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
         parts.append(f"{format_count(metrics['tokens_per_second'])} tokens/s")
     elif "samples_per_second" in metrics:
         parts.append(f"{format_count(metrics['samples_per_second'])} samples/s")
+    if _WORK in metrics:
+        parts.append(work_words(metrics))
     if "peak_memory_bytes" in metrics:
         parts.append(size_text(metrics["peak_memory_bytes"]))
     return parts
+
+
+def work_words(metrics: Mapping[str, float]) -> str:
+    """``flops_per_second``, with the ``mfu`` if it is known: "45.2 GFLOP/s, 41.0% MFU"."""
+    share = f", {metrics['mfu']:.1%} MFU" if "mfu" in metrics else ""
+    return f"{flops_words(metrics[_WORK])}/s{share}"
 
 
 def format_seconds(seconds: float) -> str:
