@@ -191,7 +191,7 @@ def _compute(
     seed = draw_seed(group) if experts.draws else None
     of_tokens: AbstractContextManager[None] = nullcontext()
     if source is not None and numbered is not None:
-        of_tokens = source.rows_are(everyone, *numbers, numbered.per_sample)
+        of_tokens = source.rows_are(everyone, numbers[0], numbered.per_sample)
     with of_tokens:
         with switch.set(True, seed, tokens.device), _drawn_again():
             result = call()

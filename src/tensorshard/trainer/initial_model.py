@@ -39,7 +39,7 @@ def initial_model(config: DictConfig) -> Callable[[], nn.Module] | PretrainedMod
     """
     path = _files(config)
     if _has_adapters(config):
-        build = functools.partial(_adapted, config.adapters, config=_described(config))
+        build: Callable[..., nn.Module] = functools.partial(_adapted, config.adapters, config=_described(config))
         return build if path is None else ReadWhole(functools.partial(build, pretrained=path), build)
     if _CONFIG in config and "_target_" not in config:
         try:
@@ -90,7 +90,7 @@ def _check_adapters(adapters: DictConfig) -> None:
         )
 
 
-def _adapted(adapters: DictConfig, **base: str) -> nn.Module:
+def _adapted(adapters: DictConfig, **base: Any) -> nn.Module:
     given = {_ADAPTERS.get(str(key), str(key)): value for key, value in adapters.items()}
     given = {key: list(value) if isinstance(value, ListConfig) else value for key, value in given.items()}
     given["target_modules"] = given["target_modules"] or "all-linear"

@@ -192,7 +192,7 @@ class CheckpointHook(Hook):
         self._saved_step = trainer.step
 
     def _write(self, trainer: "Trainer", path: Path | str, *, background: bool, overwrite: bool = False) -> None:
-        options: dict[str, bool] = {"overwrite": True} if overwrite else {}
+        options: dict[str, Any] = {"overwrite": True} if overwrite else {}
         if background:
             if self._writing is not None:
                 trainer.engine.wait_for_save()
