@@ -33,7 +33,9 @@ def test_the_best_plans_are_run_on_this_machine_and_the_fastest_is_saved(tmp_pat
 
 
 def _found(*levels: int) -> PlanSearch:
-    largest: Any = SimpleNamespace(largest=SimpleNamespace(peak_device=1 << 20))
+    largest: Any = SimpleNamespace(
+        largest=SimpleNamespace(peak_device=1 << 20), time_words=lambda seconds: f"{seconds:.2f} s"
+    )
     plans = [FoundPlan(ts.Plan(zero=level).resolve(2), largest, 1.0 + level, []) for level in levels]
     return PlanSearch(plans, [], Hardware("some", 1 << 30), 1 << 30, 2, 4, len(plans), len(plans), True)
 

@@ -179,7 +179,7 @@ class Estimate:
 
     @property
     def of_each_rank(self) -> list[RankEstimate]:
-        """For each rank of the world the one of :attr:`ranks` that stands for it: that of its stage."""
+        """For each rank of the world the one of ``ranks`` that stands for it: that of its stage."""
         return [rank for rank in self.ranks for _ in range(self.world_size // len(self.ranks))]
 
     def fits(self, memory: int | str | None = None) -> bool:
