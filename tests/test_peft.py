@@ -380,7 +380,7 @@ def _half_alone(narrow: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.fast_cases("False-bf16-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("narrow", [False, True])

@@ -82,6 +82,7 @@ def _wrong(what: str) -> float:
         return _measured("wrong", {}, 0, 1)["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["loss", "gradient", "weight"])
 def test_errors_are_seen(ranks, what):
     assert ranks(1, _wrong, what)[0] > 5e-3

@@ -37,11 +37,7 @@ def _cases() -> list[Any]:
     return [*found, *(pytest.param(every[name], id=name, marks=pytest.mark.slow) for name in slow)]
 
 
-@pytest.mark.slow_cases(
-    "expert_gradients_that_are_too_large_by_the_expert-parallel_degree",
-    "an_overlapped_backward_that_multiplies_by_the_wrong_rank's_weights",
-    "labels_smoothed_over_a_rank's_own_classes",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("exhibit", _cases())
 def test_is_named_and_without_its_fault_exact(exhibit):
     found = ts.verify_layout(exhibit.reference, exhibit.parallel, ranks=exhibit.ranks, gather=exhibit.gather)

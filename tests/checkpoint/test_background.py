@@ -55,6 +55,7 @@ def _save_and_go_on(folder: Path, fields: dict) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

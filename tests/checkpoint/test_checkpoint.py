@@ -120,6 +120,7 @@ def _plans_of_saves(fields: dict, folder: Path) -> tuple[list[int], list[bool]]:
     return plans, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(zero=3), dict(tp=2, zero=0)], ids=["zero 3", "tp 2"])
 def test_a_save_of_what_the_last_one_held_makes_no_plan(ranks, tmp_path, fields):
     """The first save is before there are optimizer states, and the fourth has more."""
@@ -187,5 +188,6 @@ def _fail_while_saving(path: str) -> list[str]:
     return [name for name in ("good", "bad") if __import__("os").path.exists(f"{path}/{name}")]
 
 
+@pytest.mark.slow
 def test_a_failed_save_leaves_the_previous_one(ranks, tmp_path):
     assert ranks(2, _fail_while_saving, str(tmp_path))[0] == ["good"]

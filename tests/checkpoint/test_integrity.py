@@ -73,6 +73,7 @@ def _load(folder: Path, kind: str, fields: dict) -> tuple[str, int]:
     return "", engine.step_count
 
 
+@pytest.mark.slow
 def test_missing_and_cut_off_files_are_named_on_all_ranks(ranks, tmp_path):
     ranks(2, _save, tmp_path / "saved", "gpt", dict(zero=3))
     assert check(tmp_path / "saved").document["step_count"] == 1

@@ -187,6 +187,7 @@ def _in_s3() -> None:
             server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_of_s3(ranks):
     pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")

@@ -223,6 +223,7 @@ def _loaded(folder: Path, fields: dict[str, Any]) -> list[float]:
     return [engine.step(*parity.shard(engine, *parity.batch("gpt", step))).item() for step in (2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "before", "after"),
     [

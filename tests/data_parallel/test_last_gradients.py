@@ -69,6 +69,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
+@pytest.mark.fast_cases("frozen-{'zero': 2}-many buckets", "turned-{'zero': 0}-many buckets")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize("fields", LEVELS[:3], ids=str)
 @pytest.mark.parametrize("how", ["turned", "skipped", "frozen", "twice"])

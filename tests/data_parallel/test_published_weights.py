@@ -270,6 +270,7 @@ def _averaged(fields: dict[str, Any], hooked: bool) -> list[float]:
     return norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hooked", [False, True])
 def test_optimizers_that_write_outside_of_their_step_are_followed(ranks, hooked):
     expected = ranks(1, _averaged, dict(zero=0), hooked)[0]

@@ -74,7 +74,7 @@ def _expected(calls: list[str]) -> tuple:
 FIELDS: list[dict[str, Any]] = [dict(), dict(dp_replicate=2), dict(micro_batches=2), dict(recompute="full")]
 
 
-@pytest.mark.fast_cases("twice-{'dp_replicate': 2}", "twice-{}", "one is never called-{}", "once-{}")
+@pytest.mark.fast_cases("twice-{'dp_replicate': 2}", "twice-{}")
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_blocks_that_are_called_again(ranks, name, fields):

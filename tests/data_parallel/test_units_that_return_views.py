@@ -65,6 +65,7 @@ def _train(name: str, recompute: str) -> tuple:
     return losses, engine.full_state_dict()
 
 
+@pytest.mark.fast_cases("a view-none")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_that_are_written_to(ranks, name, recompute):

@@ -121,7 +121,7 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.fast_cases("layer drop-{}", "skipped late-{}")
+@pytest.mark.fast_cases("skipped late-{}")
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("name", ROUTES)
 def test_parts_that_call_different_blocks(ranks, name, fields):
@@ -133,6 +133,7 @@ def test_parts_that_call_different_blocks(ranks, name, fields):
     parity.assert_same_state(state, wanted, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer drop", pytest.param("in any order", marks=pytest.mark.slow)])
 def test_on_four_ranks_and_with_checkpoints(ranks, name):
     losses, state = ranks(4, _train, name, dict(zero=3), True)[0]
@@ -155,7 +156,7 @@ def _another_order_late() -> str:
     return "taken"
 
 
-@pytest.mark.fast_cases("gloo", strict_nccl.NAME)
+@pytest.mark.fast_cases("strict_nccl")
 @pytest.mark.parametrize("backend", ["gloo", strict_nccl.NAME])
 def test_another_order_after_the_first_steps_is_told(ranks, backend):
     for message in ranks(2, _another_order_late, backend=backend, group_timeout=60):

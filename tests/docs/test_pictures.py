@@ -50,6 +50,7 @@ def _imports(name: str) -> set[str]:
     return {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
 
+@pytest.mark.slow_cases("trainer/-parallelize/")
 @pytest.mark.parametrize(("source", "target"), IMPORTS)
 def test_each_arrow_of_the_diagram_is_an_import(source, target):
     module = "tensorshard." + target.rstrip("/").removesuffix(".py")

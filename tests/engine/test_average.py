@@ -172,6 +172,7 @@ def _from_the_initial_weights(path: Path) -> list[dict[str, torch.Tensor]]:
     return states
 
 
+@pytest.mark.slow
 def test_it_begins_with_the_initial_weights(ranks, tmp_path):
     initial, first, *averages = ranks(2, _from_the_initial_weights, tmp_path / "saved")[0]
     for average in averages:

@@ -55,6 +55,7 @@ def _noise(seed: int) -> list[float]:
     return [*outputs, engine.step(*own_shard(engine, inputs, targets)).item()]
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_data_ranks_and_repeats_with_the_seed(ranks):
     first, again, other = ranks(2, _noise, 0), ranks(2, _noise, 0), ranks(2, _noise, 1)
     assert first == again

@@ -159,6 +159,7 @@ def test_batch_norms_under_other_plans(ranks, fields):
     check(ranks, 2, Normalized, squares, 9, **fields)
 
 
+@pytest.mark.slow
 def test_split_blocks(ranks):
     check(ranks, 4, Blocks, squares, 9, tp=2, zero=1)
 

@@ -258,6 +258,7 @@ def _clipped_in_both_ways() -> tuple[Any, Any]:
     return _clipped_by_hand(dict(tp=2), by_torch=True), _clipped_by_hand(dict(tp=2), by_torch=False)
 
 
+@pytest.mark.slow
 def test_clipping_by_torch_and_by_the_engine_under_tp(ranks):
     """Split parameters look whole, and so do their gradients."""
     for state in ranks(2, _clipped_in_both_ways)[0]:

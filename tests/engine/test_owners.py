@@ -196,6 +196,7 @@ def test_ranks_share_the_states_and_hold_no_whole_weights_between_updates(ranks)
     assert all(weights < 1000 for _, weights in held)
 
 
+@pytest.mark.slow
 def test_an_estimate_holds_what_the_largest_owner_does():
     fields = dict(zero=3)
     estimate = ts.estimate(

@@ -109,6 +109,7 @@ def test_a_resumed_stream_repeats_and_drops_nothing(kind: type[Numbers], workers
     assert found == whole
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_workers_that_share_an_epoch_read_the_same_one(mixed: bool) -> None:
     stream = ts.data.mix([SharedEpoch()], [1.0]) if mixed else SharedEpoch()

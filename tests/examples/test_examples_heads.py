@@ -9,6 +9,7 @@ _CLASSES = ["--backbone", "mlp", "--classes", "3001", "--features", "64", "--bat
 _FACES = ["--people", "40", "--features", "16", "--batch-size", "64", "--steps", "40", "--pairs", "400"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "states", "bytes_held"),
     [

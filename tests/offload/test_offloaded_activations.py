@@ -94,6 +94,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, TWO)])
 def test_losses_and_weights_are_the_same_to_the_last_bit(ranks, tmp_path, world_size, cases):
     _check(ranks(world_size, _compare, cases, dict(activations="disk", path=str(tmp_path))))

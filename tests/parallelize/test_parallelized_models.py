@@ -44,6 +44,7 @@ def _run(way: str, given: bool, fields: dict) -> tuple[str, bool]:
     return "", False
 
 
+@pytest.mark.fast_cases("global-module-{'zero': 0}")
 @pytest.mark.parametrize("fields", [dict(zero=0), dict(zero=1), dict(zero=3), dict(zero=2, precision="bf16")], ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["module", "callable"])
 @pytest.mark.parametrize("way", ["global", "class"])

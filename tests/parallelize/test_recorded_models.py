@@ -70,6 +70,7 @@ def _refused(fields: dict[str, Any]) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"zero": 3}, {"tp": 2}], ids=str)
 def test_what_would_record_a_part_is_refused(ranks, fields):
     said = ranks(2, _refused, fields)[0]

@@ -49,7 +49,7 @@ def test_no_product_and_no_sum_over_ranks_is_computed_again(sequence_parallel, c
     assert sent[0] == sent[1] < sent[2]
 
 
-@pytest.mark.slow_cases("{'tp': 2, 'sequence_parallel': True}")
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
 def test_a_block_keeps_its_input_and_all_products_but_the_last(fields):
     split = fields.get("tp", 1)
@@ -143,6 +143,7 @@ def _alone(end: str, frozen: bool) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.fast_cases("added-trained-whole")
 @pytest.mark.parametrize("fields", [{}, {"sequence_parallel": True}], ids=["whole", "shards"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("end", ["added", "scaled", "norm", "in place", "changed later", "watched"])

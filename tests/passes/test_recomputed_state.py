@@ -355,7 +355,7 @@ def _compare(ranks, name, fields, mode, **options):
             torch.testing.assert_close(value, other_state[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast_cases("Spiking-full", "ClassAttribute-full")
+@pytest.mark.fast_cases("Spiking-full")
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*KINDS, "Enclosing"])
 def test_state_is_what_it_was(ranks, name, mode):
@@ -512,6 +512,7 @@ def _later(debug):
         engine.step(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
 
 
+@pytest.mark.slow
 def test_debug_compares_in_all_steps(ranks):
     ranks(1, _later, False)
     with pytest.raises(RankError, match="computes other values"):

@@ -321,7 +321,7 @@ def _train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"losses": [*losses, engine.evaluate(*part(9, 6)).item()], "state": engine.full_state_dict()}
 
 
-@pytest.mark.slow_cases("counts", "hooks-itself", "older-weight-norm", "torch-transformer")
+@pytest.mark.fast_cases("detached")
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_train_as_in_one_process(ranks, kind):
     expected = _alone(kind, 4)
@@ -332,6 +332,7 @@ def test_models_train_as_in_one_process(ranks, kind):
         parity.assert_same(ranks(2, _train, kind, fields)[0], expected, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("kind", ["detached", "tied-blocks"])
 def test_gradients_that_end_and_weights_that_are_tied_between_stages_under_zero(ranks, kind, level):

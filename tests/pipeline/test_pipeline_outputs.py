@@ -122,6 +122,7 @@ def _run(kind: str, fields: dict[str, Any]) -> Any:
     return losses, engine.full_state_dict(), predicted
 
 
+@pytest.mark.fast_cases("namespace")
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_of_any_class_train_all_stages(ranks, kind):
     results = ranks(2, _run, kind, dict(pp=2, micro_batches=2))

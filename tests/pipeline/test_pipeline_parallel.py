@@ -141,7 +141,7 @@ def _evaluate(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.fast_cases("1f1b")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation_outputs_and_batches_of_other_sizes(ranks, schedule):
     found = ranks(2, _evaluate, "bert", dict(pp=2, micro_batches=4, pp_schedule=schedule))

@@ -50,6 +50,7 @@ def test_what_is_computed_again_does_not_count() -> None:
     assert _estimate(2, zero=3).model_flops == 2 * step
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_all_devices_and_of_the_type() -> None:
     rates = find_hardware("h100").rates  # type: ignore[union-attr]
     assert rates is not None

@@ -43,6 +43,7 @@ def _estimated(fields: dict[str, Any]) -> ts.Estimate:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [dict(zero=3), pytest.param(dict(zero=1, precision="bf16", recompute="full"), marks=pytest.mark.slow)],

@@ -337,6 +337,7 @@ def _of_many_classes(device: str, **fields: Any) -> RankEstimate:
     return ts.estimate(model, ts.Plan(**fields), world_size=2, device=device, **given).ranks[0]
 
 
+@pytest.mark.slow
 def test_logits_are_computed_in_the_tiles_of_the_device_that_is_estimated():
     on_gpu, on_cpu = (_of_many_classes(device, logits="tiled") for device in ("cuda", "cpu"))
     assert sum(on_gpu.operations.kernels.values()) < sum(on_cpu.operations.kernels.values()) / 4
@@ -344,6 +345,7 @@ def test_logits_are_computed_in_the_tiles_of_the_device_that_is_estimated():
     assert abs(on_gpu.flops / on_cpu.flops - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_zero_2_reduces_in_every_micro_batch():
     def sent(count: int) -> int:
         found = _of_many_classes("cuda", zero=2, micro_batches=count, logits="whole").operations

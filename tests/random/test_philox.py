@@ -22,6 +22,7 @@ def test_the_first_block_of_a_zero_key_is_random123s():
     assert words_of_box(0, (8,), (0,), (8,)).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_parts_equal_the_whole():
     chooser = random.Random(0)
     for number in range(1000):

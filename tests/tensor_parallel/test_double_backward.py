@@ -145,11 +145,13 @@ def test_a_gradient_penalty(ranks, kind):
     assert ranks(2, penalize, kind, dict(tp=2))[0] < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("transformer", marks=pytest.mark.slow), "llama"])
 def test_a_gradient_penalty_with_parts_of_the_sequence(ranks, kind):
     assert ranks(2, penalize, kind, dict(tp=2, sequence_parallel=True))[0] < 2e-5
 
 
+@pytest.mark.slow
 def test_a_gradient_penalty_with_data_ranks(ranks):
     assert ranks(4, penalize, "transformer", dict(tp=2, zero=1))[0] < 2e-5
 

@@ -47,6 +47,7 @@ def test_bf16_within_the_spread_of_reduction_orders(ranks):
 
 
 # Uneven sequences over four ranks are in there, and heads that four ranks cannot divide, so that attention stays whole.
+@pytest.mark.slow_cases("llama-2", "gpt2-2")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind",

@@ -58,7 +58,7 @@ TABLES: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.slow_cases("scan")
+@pytest.mark.slow_cases("scan", "recurrent", "indexed-bias")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_what_is_split(kind):
     found = find_tensor_plan(build(kind), 2, inputs=batch(0)[0])

@@ -373,6 +373,7 @@ def test_a_loss_after_a_step(ranks, fields):
     assert ranks(2, differentiate, adapt, dict(tp=2, **fields))[0] < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

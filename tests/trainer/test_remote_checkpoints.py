@@ -62,6 +62,7 @@ def _in_memory(folder: Path, background: str) -> None:
     assert (folder / "branch" / "checkpoints" / "step-12").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_run_saves_to_a_store_and_goes_on_from_it(ranks: RankPool, tmp_path: Path, background: str) -> None:
     ranks(1, _in_memory, tmp_path, background)

@@ -528,6 +528,7 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), torch.stack([total for _, total in samples])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", ["train.plan.zero=3", "train.plan.pp=2"])
 def test_a_config_may_make_its_batches_itself(ranks: RankPool, config: Path, tmp_path: Path, fields: str) -> None:
     text = re.sub(r"LazyCall\(Sums\)\([^)]*\)", "LazyCall(Ragged)()", CONFIG)

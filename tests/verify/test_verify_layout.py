@@ -53,6 +53,7 @@ def layout(wrap: str = "", fault: str = "") -> Layout:
     return build
 
 
+@pytest.mark.slow_cases("fsdp")
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_right_layouts(wrap):
     found = ts.verify_layout(layout(), layout(wrap), ranks=2)

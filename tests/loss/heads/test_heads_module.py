@@ -158,6 +158,7 @@ def _states() -> None:
     assert local.untyped_storage().nbytes() == local.numel() * 4
 
 
+@pytest.mark.slow
 def test_states(ranks):
     ranks(2, _states)
 

@@ -195,6 +195,7 @@ def _asked_directly(fields: dict[str, Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_head_does_not_compute_with_a_shard(ranks):
     """A head that is asked outside of a forward computes with the whole weight."""
     whole = ranks(1, _asked_directly, dict())[0]

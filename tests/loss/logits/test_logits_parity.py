@@ -57,7 +57,7 @@ def _train(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "state": state, "evaluated": evaluated, "said": engine.summary().logits}
 
 
-@pytest.mark.fast_cases("tied-tp2-sequence", "gpt-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANS)
 def test_fp32_is_exact(ranks, case):
     kind, world_size, fields = PLANS[case]

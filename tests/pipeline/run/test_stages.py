@@ -85,7 +85,7 @@ def compare(example: Example, whole: nn.Module, stages: list[StageModule], input
         assert torch.equal(mine, buffer), name
 
 
-@pytest.mark.slow_cases("3", "t5")
+@pytest.mark.slow_cases("3", "t5", "gpt2-2", "resnet-2", "bert-2")
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_stages_are_exact(kind, count):
@@ -111,6 +111,7 @@ def test_stages_are_exact_under_autocast(kind):
     compare(example, copy.deepcopy(model), stages, inputs, autocast)
 
 
+@pytest.mark.slow_cases("llama-full")
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("kind", ["gpt_dropout", "llama"])
 def test_stages_are_exact_with_recomputed_blocks(kind, mode):

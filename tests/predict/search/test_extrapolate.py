@@ -176,6 +176,7 @@ def test_a_model_that_needs_all_of_its_blocks_is_estimated(monkeypatch):
     assert _found(recompute="none", micro_batches=1).estimated == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_the_search_itself_is_raised(monkeypatch):
     def broken(*_: Any) -> None:
         raise KeyError("a fault of this package")  # from a file of the package, as far as anyone can tell

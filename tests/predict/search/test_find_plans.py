@@ -211,6 +211,7 @@ def test_what_is_refused_before_any_work(options, said):
     assert said in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_search_ends_with_the_best_so_far_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     estimates: list[ts.Plan] = []
 

@@ -78,6 +78,7 @@ def test_dropout_differs_where_activations_do_and_agrees_elsewhere(ranks, sequen
     assert ranks(2, _masks, fields)[0]["losses"] == first["losses"]  # a seed gives the same run twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recomputation_drops_the_same_again(ranks, sequence_parallel):
     fields = dict(tp=2, sequence_parallel=sequence_parallel)
