@@ -11,6 +11,7 @@ from torch.autograd import Function
 from tensorshard.comm.primitives import start_exchange
 from tensorshard.comm.sharding import shard_sizes
 from tensorshard.comm.world import world
+from tensorshard.common.never_compiled import never_compiled
 
 
 def exchange_counts(counts: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
@@ -26,6 +27,7 @@ def exchange_counts(counts: torch.Tensor, rows: int, group: dist.ProcessGroup) -
     return sent, got
 
 
+@never_compiled  # compiled code takes no views of bytes of several tensors
 def exchange_rows(
     tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
