@@ -12,7 +12,7 @@ import torch
 from tensorshard.common.folders import WholeFolder
 from tensorshard.common.stores import UploadedFolder
 from tensorshard.model.quantized import refuse_export
-from tensorshard.weights.files.adapted_checkpoint import AdaptedCheckpoint, first_names
+from tensorshard.weights.files.adapted_checkpoint import AdaptedCheckpoint, tied_names
 from tensorshard.weights.files.adapters import AdapterExport
 from tensorshard.weights.files.checkpoint_files import CheckpointWeights
 from tensorshard.weights.files.export import MAX_SHARD_SIZE, export_all, model_from_configs, weights_folder
@@ -77,8 +77,9 @@ def export_checkpoint(
     if merge:
         weights_folder(target, overwrite=overwrite)  # before all weights are read
         model = AdaptedCheckpoint(checkpoint).merged(weights)
-        aliases = {name: first for name, first in first_names(model).items() if name != first}
-        read = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
+        merged = model.state_dict()
+        aliases = tied_names(merged)
+        read = {name: tensor for name, tensor in merged.items() if name not in aliases}
         layouts = {name: tensor.to("meta") for name, tensor in read.items()}
     tensors = ((name, read[name]) for name in layouts)
     if to == "hf":
@@ -96,6 +97,7 @@ def export_checkpoint(
 def _export_adapters(
     target: Path | str, adapted: AdaptedCheckpoint, weights: CheckpointWeights, **options: Any
 ) -> None:
+    adapted.check_complete(weights)
     trained = {name for group in weights.document["optimizer"]["groups"] for name in group["names"]}
     layouts = {name: weights.layout(name) for name in weights}
     aliases = {**{name: name for name in layouts}, **adapted.aliases(weights)}

@@ -11,6 +11,7 @@ from torch import nn
 from tensorshard.common.words import install_extra
 from tensorshard.model.parameters import buffer_aliases
 from tensorshard.model.transformers_settings import is_of_peft
+from tensorshard.torch_private.tensors import storage_address
 from tensorshard.weights.files.checkpoint_files import CheckpointWeights
 from tensorshard.weights.files.export import model_from_configs
 from tensorshard.weights.files.stored_weights import ADAPTERS, local_configs
@@ -64,6 +65,21 @@ class AdaptedCheckpoint:
         """For every name of a tensor that `weights` has by another name, that one."""
         return {**buffer_aliases(self.model), **weights.document.get("aliases", {})}
 
+    def check_complete(self, weights: CheckpointWeights) -> None:
+        """Refuses a checkpoint of what was trained where one of several adapters was frozen, and is not in it.
+
+        Raises:
+            ValueError: there is such an adapter.
+        """
+        aliases = self.aliases(weights)
+        held = {name for name in self.model.state_dict() if aliases.get(name, name) in weights}
+        for adapter in self.names:
+            if not any(f".{adapter}." in f"{name}." for name in held):
+                raise ValueError(
+                    f"{self._place} has the trained parameters alone (engine.save(trained_only=True)), and not the "
+                    f"adapter {adapter!r}, which was frozen: export a checkpoint of all weights"
+                )
+
     def merged(self, weights: CheckpointWeights) -> nn.Module:
         """The base with the active adapters merged into its weights, as peft's ``merge_and_unload`` does, on the CPU.
 
@@ -94,12 +110,14 @@ class AdaptedCheckpoint:
         return merged
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """For each name in a model's state dict, the first name of that tensor."""
-    first: dict[tuple[int, torch.Size], str] = {}
-    return {
-        name: first.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in model.state_dict().items()
+def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """For each further name of a tensor, the first one. Tied parameters that were loaded are two, on one storage."""
+    first: dict[tuple[Any, ...], str] = {}
+    names = {
+        name: first.setdefault((storage_address(t.untyped_storage()), t.storage_offset(), t.shape), name)
+        for name, t in tensors.items()
     }
+    return {name: other for name, other in names.items() if name != other}
 
 
 def _with_adapters(base: nn.Module, configs: Mapping[str, Mapping[str, Any]]) -> Any:
