@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.harness.page_blocks import replace_block
 from benchmarks.harness.results import RESULTS
-from tensorshard.common.words import flops_words, seconds_words, size_text, span_words
+from tensorshard.common.words import seconds_words, size_text, span_words, speed_words
 from tensorshard.predict.hardware import known_hardware
 
 DOCUMENT = RESULTS / "predictions.md"
@@ -33,15 +33,14 @@ def rows(sent: list[dict[str, Any]]) -> list[str]:
 
 def _row(values: dict[str, Any], run: dict[str, Any]) -> str:
     predicted, measured = run["predicted"], run["measured"]
-    span = predicted["step_span"]
-    time = "" if span is None else span_words(predicted["step_seconds"], (span[0], span[1]))
+    seconds = predicted["step_seconds"]
     cells = [
         f"{values['device']}, {values['date']}, torch {values['torch']}",
         f"{values['ranks']}, `{run['plan']}`",
         size_text(max(predicted["memory"])),
         size_text(max(measured["memory"])),
-        time,
+        "" if seconds is None else span_words(seconds, predicted["step_span"]),
         seconds_words(measured["step_seconds"]),
-        f"{flops_words(predicted['flops'] / measured['step_seconds'])}/s",
+        speed_words(predicted["flops"] / measured["step_seconds"]),
     ]
     return f"| {' | '.join(cells)} |"

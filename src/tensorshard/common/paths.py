@@ -39,6 +39,13 @@ CACHE_VARIABLE = "TENSORSHARD_CACHE"
 """The environment variable that names the folder of caches, or says ``off``."""
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file of UTF-8, whole or not at all: under another name, then renamed."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
 def cache_folder() -> Path | None:
     """The folder of what is cached on disk; None if nothing is cached.
 

@@ -1,7 +1,7 @@
 """Texts for people: kinds of values, numbers, errors, dotted names, and lines as wide as a terminal."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 # A name, a gap of two spaces or more, then the text about it.
@@ -46,9 +46,9 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def span_words(seconds: float, span: tuple[float, float] | None) -> str:
-    """Seconds with the bounds that they are known within: ``span_words(0.031, (0.024, 0.0422))`` is
-    "31.0 ms (24.0 to 42.2 ms)"."""
+def span_words(seconds: float, span: Sequence[float] | None) -> str:
+    """Seconds with the low and the high bound that they are known within, if there are any:
+    ``span_words(0.031, (0.024, 0.0422))`` is "31.0 ms (24.0 to 42.2 ms)"."""
     if span is None:
         return seconds_words(seconds)
     unit, factor = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
@@ -62,6 +62,11 @@ def flops_words(flops: float) -> str:
     while flops >= 1000 and unit < len(_FLOPS) - 1:
         flops, unit = flops / 1000, unit + 1
     return f"{_three_digits(flops)} {_FLOPS[unit]}"
+
+
+def speed_words(flops_per_second: float, mfu: float | None = None) -> str:
+    """``speed_words(4.52e10, 0.41)`` is "45.2 GFLOP/s, 41.0% MFU"."""
+    return f"{flops_words(flops_per_second)}/s" + ("" if mfu is None else f", {mfu:.1%} MFU")
 
 
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")

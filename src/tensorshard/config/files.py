@@ -29,7 +29,7 @@ from omegaconf.errors import (
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
-from tensorshard.common.paths import read_utf8
+from tensorshard.common.paths import read_utf8, write_whole
 from tensorshard.common.words import is_inside
 from tensorshard.config.lazy import (
     ConfigError,
@@ -198,16 +198,14 @@ def save_config(config: DictConfig, path: str | Path) -> None:
     """Writes `config` to `path` (see :func:`to_yaml`), which :func:`load_config` reads back to an equal one.
 
     If the config came from :func:`load_config`, its source and overrides go to ``asked.yaml`` beside it. Each file is
-    whole or absent: it is written under another name, then renamed.
+    whole or absent.
     """
     path = Path(path)
     texts = {path: to_yaml(config)}
     if ASKED in config:
         texts[path.with_name("asked.yaml")] = OmegaConf.to_yaml(config[ASKED])
     for file, text in texts.items():
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, text)
 
 
 def _read(path: Path) -> DictConfig:

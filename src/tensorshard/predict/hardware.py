@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tensorshard.common.paths import cache_folder
+from tensorshard.common.paths import cache_folder, write_whole
 from tensorshard.plan.field_checks import size_in_bytes
 from tensorshard.plan.plan import AXES, Plan
 from tensorshard.torch_private.process_groups import opens_at_once
@@ -216,9 +216,7 @@ def save_ratios(**ratios: float) -> Path | None:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(values, indent=2) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 def _measured() -> Hardware:

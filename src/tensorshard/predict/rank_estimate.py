@@ -121,6 +121,12 @@ class RankEstimate:
     on_host: bool = False
 
     @property
+    def peak_measured(self) -> int:
+        """Bytes at the peak as the rank's process measures them, beyond what it held before: live tensors, and on a CPU
+        what such a process takes beside them."""
+        return self.peak_reserved if self.on_host else self.peak_allocated
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of a step: matrix products, convolutions and attention, recomputation included."""
         return self.operations.flops

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tensorshard.common.words import flat_items, flops_words, format_count, seconds_words, size_text, span_words
+from tensorshard.common.words import flat_items, format_count, seconds_words, size_text, span_words, speed_words
 from tensorshard.report.read_run import Run, Series
 
 Rows = list[tuple[str, list[str]]]
@@ -118,14 +118,13 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
     if speed is not None:
         yield "speed", f"{format_count(metrics[speed].median)} {speed.removesuffix('_per_second')}/s"
     if "flops_per_second" in metrics:
-        share = f", {metrics['mfu'].median:.1%} MFU" if "mfu" in metrics else ""
-        yield "operations", f"{flops_words(metrics['flops_per_second'].median)}/s{share}"
+        mfu = metrics["mfu"].median if "mfu" in metrics else None
+        yield "operations", speed_words(metrics["flops_per_second"].median, mfu)
     if "step_seconds" in metrics:
         yield "time of a step", seconds_words(metrics["step_seconds"].median)
     if session is not None and session.estimated_step_seconds is not None:
-        span = session.estimated_step_span
         worth = f", {session.times_are}" if session.times_are else ""
-        yield "as estimated", span_words(session.estimated_step_seconds, (span[0], span[1]) if span else None) + worth
+        yield "as estimated", span_words(session.estimated_step_seconds, session.estimated_step_span) + worth
     if run.peaks:
         yield "peak memory", by_rank(run.peaks)
     if run.predicted:

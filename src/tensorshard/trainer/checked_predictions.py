@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tensorshard.comm.world import default_device, join_world
-from tensorshard.common.words import flops_words, seconds_words, size_text, span_words
+from tensorshard.common.paths import write_whole
+from tensorshard.common.words import flops_words, size_text, span_words, speed_words
 from tensorshard.models import GPT, next_token_loss
 from tensorshard.parallelize.build import parallelize
 from tensorshard.plan.plan import Plan
@@ -68,7 +69,7 @@ def prediction(found: Estimate) -> dict[str, Any]:
     """What `found` says of a run, as values of JSON: bytes of each rank beyond what its process held before, seconds
     of a step with their bounds, and floating-point operations of a step."""
     return {
-        "memory": [rank.peak_reserved if rank.on_host else rank.peak_allocated for rank in found.of_each_rank],
+        "memory": [rank.peak_measured for rank in found.of_each_rank],
         "step_seconds": found.step_seconds,
         "step_span": found.step_span,
         "flops": found.model_flops,
@@ -104,9 +105,7 @@ def document(found: dict[str, Estimate], world_size: int, device: str, name: str
 def write(path: Path, values: dict[str, Any]) -> None:
     """Writes the file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 def measure(words: str, results: str) -> None:
@@ -159,8 +158,8 @@ def describe(values: dict[str, Any]) -> str:
         if rates is not None:
             lines.append(f"             {_line(rates)}, {rates['times']}")
         if measured is not None:
-            rate = f", {flops_words(before['flops'] / measured['step_seconds'])}/s"
-            lines.append(f"  measured   {_line(measured)}{rate}")
+            speed = speed_words(before["flops"] / measured["step_seconds"])
+            lines.append(f"  measured   {_line(measured)}, {speed}")
     return "\n".join(lines)
 
 
@@ -169,5 +168,4 @@ def _line(values: dict[str, Any]) -> str:
     seconds, span = values["step_seconds"], values.get("step_span")
     if seconds is None:
         return words
-    time_words = seconds_words(seconds) if span is None else span_words(seconds, (span[0], span[1]))
-    return f"{words}, a step {time_words}"
+    return f"{words}, a step {span_words(seconds, span)}"

@@ -113,8 +113,7 @@ def places(directory: RunDirectory) -> dict[str, Path | str]:
 def predicted_peaks(expected: Estimate, held_before: Sequence[int]) -> list[int]:
     """Each rank's peak memory in bytes, as its process measures it: what it held before the model was made, the live
     tensors of the estimate and, on CPU ranks, what such a process takes beside them."""
-    peaks = [rank.peak_reserved if rank.on_host else rank.peak_allocated for rank in expected.of_each_rank]
-    return [held + peak for held, peak in zip(held_before, peaks, strict=True)]
+    return [held + rank.peak_measured for held, rank in zip(held_before, expected.of_each_rank, strict=True)]
 
 
 def resume_command(config: DictConfig, directory: RunDirectory) -> str:

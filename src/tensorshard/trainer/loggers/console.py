@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tensorshard.common.words import fit, flops_words, format_count, size_text
+from tensorshard.common.words import fit, format_count, size_text, speed_words
 from tensorshard.trainer.loggers.files import Logger
 
 AS_IT_IS = {"as_it_is": True}
@@ -164,9 +164,8 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
 
 
 def work_words(metrics: Mapping[str, float]) -> str:
-    """``flops_per_second``, with the ``mfu`` if it is known: "45.2 GFLOP/s, 41.0% MFU"."""
-    share = f", {metrics['mfu']:.1%} MFU" if "mfu" in metrics else ""
-    return f"{flops_words(metrics[_WORK])}/s{share}"
+    """``flops_per_second``, with the ``mfu`` if it is known, as text."""
+    return speed_words(metrics[_WORK], metrics.get("mfu"))
 
 
 def format_seconds(seconds: float) -> str:

@@ -6,11 +6,12 @@ Also here: the base class of all loggers.
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
+
+from tensorshard.common.paths import write_whole
 
 
 class Logger:
@@ -72,9 +73,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 def _keep_until(path: Path, step: int) -> None:
     """Drops the lines of later steps. The file is replaced whole: no crash can lose the earlier ones."""
     lines = [line for line in read_metrics(path) if line["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _finite(value: float) -> float | None:
