@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ PLAN = ts.Plan(zero=0).resolve(8)
 
 def _needed(plan: ts.Plan) -> int:
     """100 bytes of states, of which ZeRO 3 leaves an eighth, and 100 of activations, which micro-batches divide."""
-    if plan.offload is not None:
+    if plan.offload is not None or plan.sequence_parallel:
         raise ValueError("cannot be told")
     states = 100 // (plan.dp_shard if plan.zero == 3 else 1) // plan.tp
     return states + 100 // plan.micro_batches // plan.tp
@@ -36,13 +37,41 @@ def _needed(plan: ts.Plan) -> int:
         (150, ["micro_batches=2", "zero=3", "tp=2 dp_shard=4"]),
         (60, ["tp=4 dp_shard=2"]),
         (23, ["zero=3 micro_batches=8 tp=8 dp_shard=1"]),
-        (1, []),
     ],
 )
 def test_the_cheapest_changes_that_fit(memory, changes):
     found = list(find_changes(PLAN, memory, _needed, batch=8))
     assert [change.words for change in found] == changes
     assert all(change.needed <= memory for change in found)
+
+
+def test_where_nothing_fits_what_needs_the_least_is_named():
+    found = list(find_changes(PLAN, 1, _needed, batch=8))
+    assert [change.words for change in found] == ["zero=3 micro_batches=8 tp=8 dp_shard=1"]
+    assert found[0].needed == _needed(replace(PLAN, zero=3, micro_batches=8, tp=8, dp_shard=1))
+
+
+def test_sequences_are_split_where_layers_are():
+    def needed(plan: ts.Plan) -> int:
+        return _needed(replace(plan, sequence_parallel=False)) // (plan.tp if plan.sequence_parallel else 1)
+
+    split = replace(PLAN, tp=2, dp_shard=4)
+    words = [change.words for change in find_changes(split, 60, needed, batch=4)]
+    assert words[0] == "sequence_parallel=True"
+    whole = list(find_changes(PLAN, 4, needed, batch=1))
+    assert [change.words for change in whole] == ["tp=8 dp_shard=1 sequence_parallel=True"]
+
+
+def test_the_nearest_is_said_when_the_search_is_interrupted():
+    def needed(plan: ts.Plan) -> int:
+        if plan.zero == 3:
+            raise KeyboardInterrupt
+        return _needed(plan)
+
+    found = find_changes(PLAN, 1, needed, batch=8)
+    assert next(found).words == "micro_batches=8"
+    with pytest.raises(KeyboardInterrupt):
+        next(found)
 
 
 def test_micro_batches_divide_the_batch():
@@ -57,7 +86,7 @@ def test_a_kind_of_change_that_is_not_enough_is_tried_once():
         tried.append(plan.micro_batches)
         return 1000
 
-    assert not list(find_changes(PLAN, 150, needed, batch=16))
+    assert not list(find_changes(PLAN, 150, needed, batch=16))  # nothing helps
     assert next(count for count in tried if count > 1) == 16
 
 

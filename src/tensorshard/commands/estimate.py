@@ -111,14 +111,14 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     with progress("looking for changes that make it fit", until=until, is_command=True):
         changes, ended = asked.changes_that_fit(estimate, available)
-    print(fit(_advice(changes, ended), _WIDTH))
+    print(fit(_advice(changes, available, ended), _WIDTH))
     return 1
 
 
-def _advice(changes: "list[Change]", ended: str) -> str:
-    if ended and not changes:
-        return f"\nno change that was tried makes it fit, and then {ended}"
-    if not changes:
-        return "\nno change of the plan that was tried makes it fit; use more ranks, or devices with more memory"
+def _advice(changes: "list[Change]", available: int, ended: str) -> str:
+    if not changes or changes[0].needed > available:
+        rest = f", and then {ended}" if ended else "; use more ranks, or devices with more memory"
+        nearest = ["what needs the least:", *(change.describe() for change in changes)] if changes else []
+        return "\n".join([f"\nno change of the plan that was tried makes it fit{rest}", *nearest])
     title = "\nwhat makes it fit, the cheapest first (as overrides train.plan.NAME=VALUE), and the memory then:"
     return "\n".join([title, *(change.describe() for change in changes)])

@@ -45,6 +45,8 @@ def find_changes(
 ) -> Iterator[Change]:
     """The `most` cheapest changes that make `plan` fit, as they are found; if no single one does, several together.
 
+    Where nothing is enough, or the search is interrupted before it has found anything, it yields what needs the least.
+
     Args:
         plan: a resolved plan that does not fit.
         memory: bytes of a device.
@@ -54,17 +56,23 @@ def find_changes(
     """
     kinds: set[str] = set()
     best: dict[str, tuple[int, _Candidate]] = {}
-    for kind, group in groupby(_candidates(plan, batch), key=lambda candidate: candidate.kind):
-        if kind in kinds:  # a milder change of this kind is enough
-            continue
-        found = _mildest(plan, memory, needed, list(group), best)
-        if found is not None:
-            yield found
-            kinds.add(kind)
-            if len(kinds) == most:
-                return
-    if not kinds:
-        yield from _together(plan, memory, needed, [candidate for _, candidate in best.values()])
+    try:
+        for kind, group in groupby(_candidates(plan, batch), key=lambda candidate: candidate.kind):
+            if kind in kinds:  # a milder change of this kind is enough
+                continue
+            found = _mildest(plan, memory, needed, list(group), best)
+            if found is not None:
+                yield found
+                kinds.add(kind)
+                if len(kinds) == most:
+                    return
+        if not kinds:
+            yield from _together(plan, memory, needed, [candidate for _, candidate in best.values()])
+    except KeyboardInterrupt:
+        if best and not kinds:
+            least, nearest = min(best.values(), key=lambda one: one[0])
+            yield Change(_words(nearest.fields), nearest.cost, least)
+        raise
 
 
 def _mildest(
@@ -111,7 +119,7 @@ def milder(plan: Plan, batch: int | None = None) -> list[tuple[str, str]]:
 
 
 def _together(plan: Plan, memory: int, needed: Callable[[Plan], int], candidates: list[_Candidate]) -> list[Change]:
-    """Changes that make the plan fit together, each of which helps; none if all of them together are not enough."""
+    """Changes that make the plan fit together, each of which helps; all that help if they are not enough."""
     fields: dict[str, Any] = {}
     least = needed(plan)
     for candidate in candidates:
@@ -123,8 +131,8 @@ def _together(plan: Plan, memory: int, needed: Callable[[Plan], int], candidates
             continue
         fields, least = tried, bytes_needed
         if least <= memory:
-            return [Change(_words(fields), "all of these together", least)]
-    return []
+            break
+    return [Change(_words(fields), "all of these together", least)] if fields else []
 
 
 def _needed(plan: Plan, fields: dict[str, Any], needed: Callable[[Plan], int]) -> int | None:
@@ -146,6 +154,8 @@ def _candidates(plan: Plan, batch: int | None) -> Iterator[_Candidate]:
             yield _Candidate("micro_batches", {"micro_batches": count}, "smaller matrix products")
     if plan.dp_shard > 1 and zero < 3:
         yield _Candidate("zero", {"zero": 3}, "half as much traffic again")
+    if plan.tp > 1 and not plan.sequence_parallel:
+        yield _Candidate("sequence_parallel", {"sequence_parallel": True}, "as many bytes, in more collectives")
     if plan.recompute != "full":
         yield _Candidate("recompute", {"recompute": "full"}, "each block's forward runs twice")
     if plan.precision == "fp32":
@@ -158,6 +168,8 @@ def _candidates(plan: Plan, batch: int | None) -> Iterator[_Candidate]:
                 fields["micro_batches"] = max(plan.micro_batches, 2 * fields["pp"])
             yield _Candidate(axis, fields, cost)
             degree *= 2
+        if axis == "tp" and degree > 2 and not plan.sequence_parallel:
+            yield _Candidate(axis, {**fields, "sequence_parallel": True}, cost)
     if plan.offload is None:
         yield _Candidate("offload", {"offload": "cpu"}, "the host makes the update, which waits for the link to it")
 
