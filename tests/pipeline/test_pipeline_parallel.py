@@ -538,3 +538,37 @@ def test_an_exception_on_one_stage_ends_every_rank_with_its_traceback(tmp_path):
     assert "ArithmeticError: the third layer had enough" in message
     assert "on stage 1 of 2 (pipeline rank 1)" in message and "rank 1 of 2 failed" in message
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+class Residual(nn.Module):
+    """Blocks that add their input. A stage may end at a normalization inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6))
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _steps_of_residuals(fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor] | None]:
+    torch.manual_seed(0)
+    engine = ts.parallelize(
+        Residual(), ts.Plan(**fields), optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.mse_loss
+    )
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    return [float(engine.step(x * n, x)) for n in (1, 2, 3)], engine.full_state_dict()
+
+
+@pytest.mark.parametrize("split", ["blocks.1.1", "blocks.1.4", "blocks.1.0"])
+def test_stages_that_end_at_a_normalization(ranks, split):
+    losses, state = ranks(1, _steps_of_residuals, dict(micro_batches=2))[0]
+    cut = dict(pp=2, micro_batches=2, pp_units=["blocks.*.*"], pp_split=[split])
+    found, parts = ranks(2, _steps_of_residuals, cut)[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parts, state, rtol=1e-5, atol=1e-6)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tensorshard.comm.collectives import all_reduce_
 from tensorshard.common.never_compiled import never_compiled
 from tensorshard.common.words import kind_of
-from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, wrap_forward
+from tensorshard.model.forwards import Forward, Role, replace_forward, runs_forward_of, unwrap_forward, wrap_forward
 from tensorshard.model.parameters import keeps_statistics
 from tensorshard.model.tensors import tensor_leaves
 from tensorshard.torch_private.modules import BatchNormBase, check_batch_norm_input
@@ -61,25 +61,15 @@ def ignored_in_statistics(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def constant_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     """A context in which batch normalizations among `modules` normalize by constants, and keep no statistics."""
-    by_themselves = [
-        module
+    by_themselves = {
+        module: None
         for module in modules
         if _COUNTS not in vars(module) and (isinstance(module, BatchNormBase) or keeps_statistics(module))
-    ]
-    opened: list[BatchNormCalls] = []
-
-    def before(module: nn.Module, args: Any) -> None:
-        opened.append(BatchNormCalls(_constants))
-        opened[-1].__enter__()
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        opened.pop().__exit__(None, None, None)
-
+    }
     with ExitStack() as stack:
         for module in by_themselves:
-            # Not by the module's own methods: one that another stage computes refuses hooks.
-            stack.callback(nn.Module.register_forward_pre_hook(module, before).remove)
-            stack.callback(nn.Module.register_forward_hook(module, after, always_call=True).remove)
+            wrap_forward(module, Role.SYNCHRONIZED_STATISTICS, _by_constants)
+            stack.callback(unwrap_forward, module, Role.SYNCHRONIZED_STATISTICS)
         stack.enter_context(_counting(modules, None))
         yield
 
@@ -131,6 +121,13 @@ def _plain(module: BatchNormBase, group: dist.ProcessGroup, forward: Forward, /,
 def _synchronized(module: nn.Module, group: dist.ProcessGroup, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a subclass, whose calls of ``batch_norm`` see the samples of all ranks."""
     with BatchNormCalls(partial(global_batch_norm, group=group, counts=getattr(module, _COUNTS))):
+        return forward(*args, **kwargs)
+
+
+@never_compiled
+def _by_constants(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a normalization that no rank synchronizes."""
+    with BatchNormCalls(_constants):
         return forward(*args, **kwargs)
 
 
