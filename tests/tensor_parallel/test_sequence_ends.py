@@ -205,3 +205,36 @@ def test_estimates_follow():
 
     whole = 4096 * WIDTH * 4
     assert peak("") < peak("length") - 4 * whole * 3 // 4  # of four tensors that are kept, each rank has a quarter
+
+
+def _loop_over_parts(way: str, fields: dict[str, Any]) -> list[float]:
+    seeds.seed(1)
+    model = Model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    samples = torch.zeros(4, POSITIONS, dtype=torch.long)
+    engine = ts.parallelize(model, ts.Plan(**fields), optimizer=sgd, loss_fn=_loss, sample_inputs=samples)
+    tokens = torch.randint(0, TOKENS, (4, POSITIONS), generator=seeds.generator(2))
+    losses = []
+    for _ in range(2):
+        parts = engine.model
+        x = parts.start(parts.embed(tokens))
+        for block in list(parts.blocks)[: 1 if way == "first block" else 3]:
+            x = block(x)
+        if way == "last norm":
+            x = parts.last(parts.embed(tokens))
+        loss = parts.head(x).square().mean() + x.square().mean() * x.shape[1]
+        engine.backward(loss)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("way", ["first block", "all blocks", "last norm"])
+def test_parts_that_a_loop_calls_by_themselves_have_whole_sequences(ranks, way):
+    alone = ranks(1, _loop_over_parts, way, {})[0]
+    for losses in ranks(2, _loop_over_parts, way, dict(tp=2, sequence_parallel=True)):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=1e-6)
