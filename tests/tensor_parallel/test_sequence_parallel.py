@@ -64,7 +64,7 @@ def test_every_block_is_found_and_agrees_by_numbers(kind, size):
     model = table_models.build(kind)
     found = find_tensor_plan(model, size, inputs=table_models.inputs(kind), sequence_parallel=True)
     blocks = {"gpt2": 2, "phi3": 2, "gpt_neox": 2, "t5": 4, "llama": 2, "hf_vit": 2}[kind]
-    assert len(found.sequence) == blocks
+    assert sum(not split.is_between for split in found.sequence.values()) == blocks
     # What the model hands from block to block is cut before the first and put together after the last.
     stacks = 2 if kind == "t5" else 1
     assert sum(split.scatters for split in found.sequence.values()) == stacks

@@ -27,6 +27,8 @@ class RootRole(IntEnum):
     Further in are those that the user registered before the plan was applied; further out are later ones.
     """
 
+    SEQUENCES_LINKED = auto()
+    """Blocks of sequence parallelism hand each other this rank's positions."""
     SPLIT_SEQUENCES = auto()
     """Inputs are cut along the sequence over the ranks of context parallelism."""
     GATHERED_PARAMETERS = auto()

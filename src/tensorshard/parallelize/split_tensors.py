@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -124,17 +125,33 @@ def split_tensors(part: Part, table: VerifiedTable, context: PassContext) -> Ten
         whole=part.full_model,
         elsewhere=part.elsewhere,
     )
-    in_shards = _sent_in_shards(part, table.sequence) if context.mesh.degrees["cp"] == 1 else set()
-    sequence = _sequence_splits(part, table.sequence, in_shards)
+    known = _inside_units(part, table.sequence)
+    in_shards = _sent_in_shards(part, known) if context.mesh.degrees["cp"] == 1 else set()
+    sequence = _sequence_splits(part, known, in_shards)
     part.sequences = apply_sequence_parallel(
         part.module,
         sequence,
         group,
         shared_inputs=shared_inputs,
         whole_units=not units_gathered_separately,
-        between={name: table.sequence[name] for name in in_shards},
+        between={name: known[name] for name in in_shards},
     )
     return TensorSplit(layouts, group, table, outputs)
+
+
+def _inside_units(part: Part, sequence: Mapping[str, SequenceSplit]) -> dict[str, SequenceSplit]:
+    """`sequence` without the modules between blocks that are inside of no unit of the pipeline: all stages run them."""
+    kept = dict(sequence)
+    for before, name, after in zip(("", *sequence), sequence, (*list(sequence)[1:], ""), strict=False):
+        split = sequence[name]
+        if not part.calls or not split.is_between or is_inside(name, part.calls):
+            continue
+        del kept[name]
+        if before in kept and not split.scatters:
+            kept[before] = replace(kept[before], gathers=True)
+        if after and not split.gathers:
+            kept[after] = replace(kept[after], scatters=True)
+    return kept
 
 
 def _sent_in_shards(part: Part, sequence: Mapping[str, SequenceSplit]) -> set[str]:

@@ -27,6 +27,7 @@ from tensorshard.model.tensors import map_tensors_once, tensor_leaves
 from tensorshard.pipeline.trace.tracer import find_units
 from tensorshard.predict.operation_ledger import FORWARD, Kernel
 from tensorshard.predict.operator_costs import cost_of
+from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.table import TensorTable, VerifiedTable
 from tensorshard.tensor_parallel.verify.block_kinds import group_equal_blocks
 from tensorshard.torch_private.dispatch import TorchDispatchMode
@@ -117,11 +118,14 @@ def with_all_blocks(table: VerifiedTable, blocks: Sequence[str], kept: int) -> V
             for names in table.shared_inputs
             if all(is_inside(name, [like]) for name in names)
         ]
-    sequence = dict(table.sequence)
-    if like in sequence and last in sequence:
-        sequence |= dict.fromkeys(blocks[kept - 1 : -1], sequence[like]) | {blocks[-1]: sequence[last]}
-    elif like in sequence or last in sequence:
+    if (like in table.sequence) != (last in table.sequence):
         return None
+    sequence: dict[str, SequenceSplit] = {}
+    for name, split in table.sequence.items():
+        if name == last:  # in the order of the calls
+            sequence |= dict.fromkeys(blocks[kept - 1 : -1], table.sequence[like]) | {blocks[-1]: split}
+        else:
+            sequence[name] = split
     return replace(table, plan=TensorTable(entries), shared_inputs=shared, sequence=sequence)
 
 

@@ -27,6 +27,7 @@ from tensorshard.layers.split_linear import (
     row_linear,
 )
 from tensorshard.model.blocks import is_transposed
+from tensorshard.model.forward_contexts import RootRole, hook_root
 from tensorshard.model.forwards import (
     Forward,
     Role,
@@ -41,6 +42,7 @@ from tensorshard.tensor_parallel.apply.attention import attention_forward
 from tensorshard.tensor_parallel.apply.local_shapes import forward_with_full_lengths
 from tensorshard.tensor_parallel.apply.split_layers import SharedColumns
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
+from tensorshard.torch_private.autograd import is_in_backward
 from tensorshard.torch_private.modules import own_parameters, set_parameter
 from tensorshard.torch_private.recomputation import CHECKPOINT_NODE
 
@@ -53,11 +55,14 @@ class _Sequence:
 
     Args:
         length: positions of the full sequence; None before the first call.
+        is_linked: whether the model's own forward runs. A block that a user's code calls by itself takes and returns
+            full sequences.
     """
 
     dim: int
     group: dist.ProcessGroup
     length: int | None = None
+    is_linked: bool = False
 
     def full_length(self) -> int:
         """Number of positions on all ranks together."""
@@ -108,6 +113,8 @@ def apply_sequence_parallel(
             tuple(n.removeprefix(prefix) for n in names) for names in shared_inputs if names[0].startswith(prefix)
         ]
         _split_block(model.get_submodule(name), name, split, flow, shared, whole_units)
+    link, unlink = (partial(_set_linked, list(flows.values()), linked) for linked in (True, False))
+    hook_root(model, RootRole.SEQUENCES_LINKED, before=link, after=unlink, always=True)
     if not between:
         return WholeSequences()
     return _StageSequences(
@@ -167,8 +174,7 @@ def _split_block(
     # Hooks run outside of recomputation, so a recomputed block keeps only its shard of the sequence.
     what = name or type(block).__name__
     block.register_forward_pre_hook(partial(_enter, what, split, flow), with_kwargs=True)
-    if split.gathers:
-        block.register_forward_hook(partial(_leave, split, flow))
+    block.register_forward_hook(partial(_leave, split, flow))
 
 
 def _read_together(split: SequenceSplit, shared_inputs: Iterable[Sequence[str]]) -> list[list[str]]:
@@ -319,7 +325,7 @@ def _enter(
                 f"{name} was given a tensor {list(tensor.shape)}, and expected {split.ndim} dimensions, of which "
                 f"dimension {split.dim} is the sequence; give such sequences, or set sequence_parallel=False"
             )
-        if split.scatters:
+        if split.scatters or _is_alone(flow):
             flow.length = tensor.size(split.dim)
             if tensor.size(split.dim) < flow.group.size():
                 raise ValueError(
@@ -340,10 +346,22 @@ def _enter(
 
 
 def _leave(split: SequenceSplit, flow: _Sequence, block: nn.Module, args: Any, output: Any) -> Any:
-    """Gathers a block's outputs."""
+    """Gathers a block's outputs, if the next block does not take shards."""
+    if not split.gathers and not _is_alone(flow):
+        return output
     return _replace_leaves(
         output, split.outputs, lambda shard: collectives.gather(shard, split.dim, flow.group, size=flow.length)
     )
+
+
+def _set_linked(flows: Sequence[_Sequence], linked: bool, *_: Any) -> None:
+    for flow in flows:
+        flow.is_linked = linked
+
+
+def _is_alone(flow: _Sequence) -> bool:
+    """Whether a block is called by other code than the model's. In backward it is called as it was in the forward."""
+    return not flow.is_linked and not is_in_backward()
 
 
 def _replace_leaves(tree: Any, indices: tuple[int, ...], replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -112,7 +112,13 @@ def check_around_run(
     if "" in units and (not sequence or "" in sequence):
         agreement = checker.agreement_of_model
     else:
-        agreement = _check_whole(model, complete, sequence, run, checks)
+        try:
+            agreement = _check_whole(model, complete, sequence, run, checks)
+        except WrongTableError:
+            if not any(way.is_between for way in sequence.values()):
+                raise
+            sequence, refused = find_sequence_splits(model, split, run, checks, between=False)
+            agreement = _check_whole(model, complete, sequence, run, checks)
     if agreement is not None and agreement.sharded_outputs:
         raise WrongTableError(
             f"the model's output would be split over the ranks with the table\n{table.describe()}\nand a loss needs it "
@@ -214,8 +220,9 @@ def _check_whole(
         return None
     modules = {name for name, _ in smaller.named_modules()}
     if sequence:
-        capture = capture_calls(smaller, [name for name in sequence if name in modules], run.inputs)
-        sequence = link_splits({name: sequence[name] for name in capture.calls}, capture)
+        blocks = [name for name, way in sequence.items() if name in modules and not way.is_between]
+        capture = capture_calls(smaller, blocks, run.inputs)
+        sequence = link_splits({name: sequence[name] for name in capture.called if name in sequence}, capture)
     kept = modules | {name for name, _ in smaller.named_parameters(remove_duplicate=False)}
     checks.forget_large()
     inside = {name: style for name, style in styles.items() if name in kept}

@@ -1,12 +1,16 @@
 """The search for sequence parallelism: which of a split model's blocks can compute on parts of a sequence, and how.
 
+Then modules between the blocks are tried, such as a last norm: what acts on each position by itself can stand before
+the first block or after the last one, so that whole sequences are only put together where they are needed.
+
 As for the table, ways are proposed from the flow of the data. A way is right if the block computes the same numbers on
 simulated ranks as on one device, forward and backward.
 
 Also here: where a block's stream of positions goes, found by running a fake copy of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -16,6 +20,7 @@ from torch import nn
 
 from tensorshard.common.words import is_inside, join_names
 from tensorshard.model.fake_copies import follow_run
+from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.provenance import Operation, Provenance
 from tensorshard.model.tensors import storage_key, tensor_leaves
 from tensorshard.tensor_parallel.search.dataflow import LowRankPairs, low_rank_pairs
@@ -29,13 +34,14 @@ from tensorshard.tensor_parallel.table.layer_styles import Column, ColwiseGather
 from tensorshard.tensor_parallel.table.layouts import SequenceSplit
 from tensorshard.tensor_parallel.table.styles import Heads, Sum
 from tensorshard.tensor_parallel.table.table import starred
-from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, capture_calls
+from tensorshard.tensor_parallel.verify.block_calls import BlockCall, Capture, InTraining, capture_calls
+from tensorshard.tensor_parallel.verify.block_check import BlockCheck
 from tensorshard.tensor_parallel.verify.block_checks import BlockChecks, styles_inside
 from tensorshard.tensor_parallel.verify.block_kinds import block_kinds
 from tensorshard.tensor_parallel.verify.comparison import MismatchError
 from tensorshard.tensor_parallel.verify.model_run import ModelRun, find_units
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
-from tensorshard.torch_private.modules import NormBase
+from tensorshard.torch_private.modules import NormBase, forward_hooks
 
 _MOST_TRIES = 32
 
@@ -269,13 +275,14 @@ class SplitBlocks:
 
 
 def find_sequence_splits(
-    model: nn.Module, blocks: SplitBlocks, run: ModelRun, checks: BlockChecks
+    model: nn.Module, blocks: SplitBlocks, run: ModelRun, checks: BlockChecks, *, between: bool = True
 ) -> tuple[dict[str, SequenceSplit], dict[str, str]]:
     """How the blocks of `model`, which is split already, can compute on parts of a sequence.
 
     Args:
         run: how the model calls its blocks.
         checks: the checks of its blocks, for a number of ranks.
+        between: whether modules between the blocks may do so as well.
 
     Returns:
         The split of each block that can, by name, and why others cannot.
@@ -316,6 +323,8 @@ def find_sequence_splits(
             f"other, and it may be meant for [samples, features]; give parallelize(sample_inputs=...) sequences, or "
             f"set sequence_parallel=False"
         )
+    if between:
+        _add_between(model, splits, blocks.styles, run.capture, checks.size)
     return link_splits(splits, run.capture), reasons
 
 
@@ -348,22 +357,85 @@ def _sequence_units(
 
 
 def link_splits(splits: Mapping[str, SequenceSplit], capture: Capture) -> dict[str, SequenceSplit]:
-    """`splits`, linked: a block's output stays split if the next block takes it as it is."""
+    """`splits` in the order of the calls, linked: a block's output stays split if the next block takes it as it is.
+
+    Modules between blocks are left out if a sequence would be cut and put together again for them alone.
+    """
+    order = [name for name in capture.called if name in splits]
+    previous = dict(zip(order[1:], order, strict=False))
     whole = {name for name, split in splits.items() if any((name, i) in capture.read_outside for i in split.outputs)}
     whole |= capture.repeated & set(splits)
-    for name, call in capture.calls.items():
+    for name, call in capture.called.items():
         for index, (provider, output) in call.providers.items():
             if provider not in splits or output not in splits[provider].outputs:
                 continue
             takes = name in splits and splits[name].input == index and splits[name].dim == splits[provider].dim
+            if takes and (splits[name].is_between or splits[provider].is_between):
+                # Code may depend on the length, and no block in between may begin another sequence.
+                takes = previous.get(name) == provider and (provider, output) not in capture.measured
             if not takes or name in capture.repeated:
                 whole.add(provider)
     linked = {}
-    for name, split in splits.items():
-        provider, output = capture.calls[name].providers.get(split.input, ("", -1))
+    for name in order:
+        split = splits[name]
+        provider, output = capture.called[name].providers.get(split.input, ("", -1))
         handed = provider in splits and output in splits[provider].outputs and provider not in whole
         linked[name] = split.linked(scatters=not handed, gathers=name in whole)
-    return linked
+    runs: list[list[str]] = []  # from where a sequence is cut to where it is put together
+    for name in order:
+        if linked[name].scatters or linked[previous[name]].gathers:
+            runs.append([])
+        runs[-1].append(name)
+    kept = {name for run in runs if not all(splits[n].is_between for n in run) for name in run}
+    return linked if len(kept) == len(linked) else link_splits({n: splits[n] for n in order if n in kept}, capture)
+
+
+def _add_between(
+    model: nn.Module, splits: dict[str, SequenceSplit], styles: Mapping[str, Style], capture: Capture, size: int
+) -> None:
+    """Adds to `splits` those of the modules that stand next to one of them and act on each position by itself."""
+    dims = {split.dim for split in splits.values()}
+    left = [name for name in capture.called if name not in capture.calls and name not in capture.repeated]
+    left = [name for name in left if not any(is_inside(key, [name]) for key in styles)]
+    while following := [name for name in left if _is_next_to(name, splits, capture)]:
+        left = [name for name in left if name not in following]
+        for name in following:
+            training = InTraining(True, capture.training.inside(name).written)
+            split = _search_between(model.get_submodule(name), capture.called[name], dims, size, training)
+            if split is not None:
+                splits[name] = split
+
+
+def _is_next_to(name: str, splits: Mapping[str, SequenceSplit], capture: Capture) -> bool:
+    """Whether the module `name` takes an output of one of `splits`, or what it returns is the sequence of one."""
+    takes = any(provider in splits for provider, _ in capture.called[name].providers.values())
+    return takes or any(
+        capture.called[other].providers.get(split.input, ("", -1))[0] == name for other, split in splits.items()
+    )
+
+
+def _search_between(
+    module: nn.Module, call: BlockCall, dims: Container[int], size: int, training: InTraining
+) -> SequenceSplit | None:
+    if forward_hooks(module):  # code of the user's, which would see parts
+        return None
+    try:
+        check = BlockCheck(module, call, size, training=training)
+    except Exception as error:  # any error of the module on random inputs
+        if not raised_by_model(error):
+            raise
+        return None
+    for index, dim in _candidates(module, check.inputs, size):
+        shape = check.inputs[index].shape
+        flow = follow_stream(module, call, {}, index)
+        outputs = flow.outputs_of(dim, shape[dim])
+        split = SequenceSplit(len(shape), dim, index, outputs, {}, {}, {}, (), tuple(flow.partial))
+        if dim not in dims or not outputs or _normalizes_parts(module, flow, split):
+            continue
+        with suppress(MismatchError):
+            check.check({}, sequence={"": split.linked(scatters=True, gathers=True)})
+            return split
+    return None
 
 
 def _search_block(

@@ -120,6 +120,8 @@ def check_can_split(layout: Layout, size: int, what: str) -> None:
 class SequenceSplit:
     """How one block computes on its part of a sequence (Korthikanti et al. 2022). Names are relative to the block.
 
+    Or a module between blocks, such as the last norm: of it nothing is split but the positions.
+
     Between the split layers, each rank has some of the positions and all features. Within the split layers, it has all
     positions and some of the features.
 
@@ -163,8 +165,15 @@ class SequenceSplit:
         """A copy of this split that scatters its input, or gathers its outputs, as given."""
         return replace(self, scatters=scatters, gathers=gathers)
 
+    @property
+    def is_between(self) -> bool:
+        """Whether it is of a module between blocks."""
+        return not (self.columns or self.attentions or self.whole)
+
     def describe(self) -> str:
         """Describes the split in a few words, without names of parameters."""
+        if self.is_between:
+            return f"dim {self.dim}, each position by itself"
         places = [*(name for name, alone in self.columns.items() if alone), *self.modules, *self.attentions]
         whole = f", whole in {', '.join(self.whole)}" if self.whole else ""
         return f"dim {self.dim}, gathered for {', '.join(places)}, scattered by {', '.join(self.rows)}{whole}"

@@ -1,10 +1,12 @@
 """The arguments that a model's blocks are called with, found by running the model on fake tensors.
 
+Modules between the blocks are watched, too: those that are in no block and hold neither blocks nor layers to split.
+
 Dropout is left out of a run in training, so that two runs on different shapes compute the same.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,13 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tensorshard.common.words import join_names
 from tensorshard.model.batches import call_arguments, call_model
 from tensorshard.model.fake_copies import follow_run
 from tensorshard.model.forwards import runs_forward_of
 from tensorshard.model.model_errors import raised_by_model
 from tensorshard.model.provenance import Operation, Provenance, run_operation
-from tensorshard.model.tensors import map_tensors_once, storage_key, tensor_leaves
-from tensorshard.tensor_parallel.table.layer_kinds import as_splittable
+from tensorshard.model.tensors import map_tensors_once, storage_key, tensor_leaves, tensors_within
+from tensorshard.tensor_parallel.table.layer_kinds import as_splittable, is_multihead_attention
 from tensorshard.torch_private.autograd import is_function_transformed, is_in_backward
 from tensorshard.torch_private.fake_tensors import FakeTensorMode
 from tensorshard.torch_private.modules import BatchNormBase, DropoutBase, own_parameters
@@ -56,6 +59,9 @@ _WITH_PROBABILITY: dict[Callable[..., Any], int] = {
 }
 
 
+_SIZES: frozenset[Callable[..., Any]] = frozenset(
+    {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__}  # type: ignore[attr-defined]
+)
 _DRAWN = 0.5
 _DRAWS: frozenset[Callable[..., Any]] = frozenset(
     getattr(owner, name)
@@ -113,14 +119,15 @@ class Capture:
 
     Args:
         calls: first calls of blocks, by name, in the order of the run.
+        called: those of blocks and of modules between them. Here a provider may be such a module.
         used_outside: parameters that an operation read outside of the forward of the splittable layer that holds them.
         read: parameters that an operation read.
         forward_readers: as `readers`, without what a derivative that the forward computes reads.
         readers: for each parameter that an operation read outside of the forward of the module that holds it: the
             module around that one whose forward always read it; "" if only the model's own forward does.
-        read_outside: outputs of blocks that something other than a block reads: code between the blocks, or the caller
-            of the model.
-        repeated: blocks that were called more than once.
+        read_outside: outputs of these that something else reads: code between them, or the caller of the model.
+        measured: those whose sizes such code asks for.
+        repeated: those that were called more than once.
         names: a digest of the names of all operations.
         training: what the model does in training.
         trained_otherwise: blocks of which :attr:`InTraining.differs` holds.
@@ -128,7 +135,9 @@ class Capture:
 
     calls: dict[str, BlockCall]
     used_outside: set[str]
+    called: dict[str, BlockCall] = field(default_factory=dict)
     read_outside: set[Output] = field(default_factory=set)
+    measured: set[Output] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
     readers: dict[str, str] = field(default_factory=dict)
@@ -138,7 +147,13 @@ class Capture:
     trained_otherwise: frozenset[str] = frozenset()
 
     def note_reads(self, other: "Capture") -> None:
-        """Adds which parameters `other`, a run in training, has read: some are read there alone."""
+        """Adds what `other`, a run in training, has read: some parameters and outputs are read there alone."""
+        self.read_outside |= other.read_outside
+        self.measured |= other.measured
+        self.repeated |= other.repeated
+        for name, call in other.called.items():
+            if name not in self.called or self.called[name].providers != call.providers:
+                self.read_outside.update(call.providers.values())
         self.used_outside |= other.used_outside
         self.read |= other.read
         for mine, others in ((self.readers, other.readers), (self.forward_readers, other.forward_readers)):
@@ -150,7 +165,7 @@ class Capture:
         return self._flow() == other._flow()
 
     def _flow(self) -> tuple[Any, ...]:
-        calls = [(name, call.providers, call.names) for name, call in self.calls.items()]
+        calls = [(name, call.providers, call.names) for name, call in self.called.items()]
         return calls, self.used_outside, self.read_outside, self.repeated, self.readers, self.names
 
 
@@ -178,7 +193,7 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         train_without_dropout(copied)
         for parameter, requires_grad in zip(copied.parameters(), trained, strict=True):
             parameter.requires_grad_(requires_grad)  # code may write into those that are not trained
-        with WithoutRandomness():
+        with WithoutRandomness(outputs.sizes_asked):
             run(copied, samples, outputs)
 
     # With gradients: which inputs of a block have gradients is one of the results.
@@ -196,6 +211,7 @@ def capture_calls(model: nn.Module, blocks: Iterable[str], inputs: Any) -> Captu
         written = frozenset(watching[-1].written if watching else ())
         capture.training = InTraining(True, written)  # it is to be compared by numbers
         capture.trained_otherwise = frozenset(blocks)
+        capture.called = dict(capture.calls)  # what reads the others is not known
         return capture
     capture.note_reads(training.capture)
     differing = {name for name, code in training.code.items() if evaluated.code.get(name) != code}
@@ -221,7 +237,9 @@ class BlockOutputs(Provenance[Output]):
     def __init__(self, fake: FakeTensorMode, model: nn.Module, blocks: Iterable[str]) -> None:
         super().__init__(fake)
         self.capture = Capture({}, set())
-        self._running: list[str] = []  # blocks
+        self._model = model
+        self._running: list[str] = []  # blocks, and modules between them
+        self._given: dict[int, frozenset[Output]] = {}  # what such a module was given of outputs, by storage
         self._digests: dict[str, _Digests] = {}  # of the blocks that run for the first time
         self._digest = _Digests()  # of the model
         self.code: dict[str, int] = {"": 0}
@@ -235,7 +253,9 @@ class BlockOutputs(Provenance[Output]):
         self._returned: dict[int, Output] = {}  # by the tensors' ids; they are kept
         self._names = {storage_key(p): name for name, p in model.named_parameters()}
         self._own: list[tuple[set[int], bool]] = []  # parameters of the modules that are running; whether splittable
-        for name in blocks:
+        blocks = dict.fromkeys(blocks)
+        self._between = set(_between(model, "", blocks))
+        for name in (*blocks, *self._between):
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
             block.register_forward_hook(partial(self._end, name))
@@ -256,7 +276,14 @@ class BlockOutputs(Provenance[Output]):
     def returned(self, output: Any) -> None:
         """Notes what the model returned, at the end of the run."""
         self.capture.names = self._digest.names.hexdigest()
-        self.capture.read_outside |= self.of(tensor_leaves(output))
+        self.capture.read_outside |= self.of([*tensor_leaves(output), *tensors_within(output)])
+        kept = (id(value) for module in self._model.modules() for value in vars(module).values())
+        self.capture.read_outside.update(self._returned[key] for key in kept if key in self._returned)
+
+    def sizes_asked(self, tensor: torch.Tensor) -> None:
+        """Code asks for the sizes of `tensor`, of which a part of a sequence has others."""
+        if not self._running:
+            self.capture.measured |= self.of([tensor])
 
     def follow(self, operation: Operation) -> None:
         super().follow(operation)
@@ -273,8 +300,9 @@ class BlockOutputs(Provenance[Output]):
                     self.capture.readers[name] = self.capture.forward_readers[name] = ""
                 elif not holders:
                     self._note_reader(name)
-        if not self._running:  # reading the shape counts too, since a part of a sequence has another shape
-            self.capture.read_outside |= self.of(operation.inputs)
+        if not self._running or self._running[-1] in self._between:
+            # Reading the shape counts too, since a part of a sequence has another shape.
+            self.capture.read_outside |= self.of(operation.inputs).difference(*self._given.values())
         if operation.name not in ("detach", "alias"):  # only autograd needs these
             described = _described(operation) if self._digests else b""
             for digest in (self._digest, *self._digests.values()):
@@ -294,33 +322,48 @@ class BlockOutputs(Provenance[Output]):
             readers[parameter] = min(readers.get(parameter, innermost), innermost, key=len)  # of two, the outer one
 
     def _begin(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        is_inside = bool(self._running)
         self._running.append(name)
         if is_function_transformed():  # it is not a call that could be made again by itself
             return
-        if name in self.capture.calls:
-            self.capture.repeated.add(name)
-            return
         leaves = tensor_leaves((args, kwargs))
+        if name in self._between:
+            if is_inside:
+                return
+            self._given = {storage_key(leaf): sources for leaf in leaves if (sources := self.of([leaf]))}
+        if name in self.capture.called:
+            self.capture.repeated.add(name)
+            self.capture.read_outside |= self.of(leaves)
+            return
         providers = {i: self._returned[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in self._returned}
         meta_args, meta_kwargs = map_tensors_once(_on_meta, (args, kwargs))
-        self.capture.calls[name] = BlockCall(meta_args, meta_kwargs, providers)
+        self.capture.called[name] = BlockCall(meta_args, meta_kwargs, providers)
+        if name in self._between:
+            return
+        of_blocks = {i: output for i, output in providers.items() if output[0] not in self._between}
+        self.capture.calls[name] = BlockCall(meta_args, meta_kwargs, of_blocks)
         self._digests[name] = _Digests()
         if name:
             self.code[name] = 0
             self._coding.append(name)
 
-    def _end(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, name: str, block: nn.Module, args: Any, output: Any) -> Any:
+        if self._given:  # a dropout in evaluation returns what it was given: that must not be taken for its output
+            output = map_tensors_once(lambda t: t.clone() if storage_key(t) in self._given else t, output)
         self._running.pop()
-        if is_function_transformed():
-            return
+        if is_function_transformed() or (self._running and name in self._between):
+            return output
+        self._given = {}
         if name in self._digests:
             digests, call = self._digests.pop(name), self.capture.calls[name]
             call.operations, call.names = digests.operations.hexdigest(), digests.names.hexdigest()
+            self.capture.called[name].names = call.names
             if name:
                 self._coding.remove(name)
         for index, leaf in enumerate(tensor_leaves(output)):
             self._returned[id(leaf)] = (name, index)
             self.set(leaf, [(name, index)])
+        return output
 
     def _batch_norm_begun(self, *_: Any) -> None:
         self._batch_norms += 1
@@ -338,6 +381,17 @@ class BlockOutputs(Provenance[Output]):
     def _module_ended(self, *_: Any) -> None:
         self._modules.pop()
         self._transformed.pop()
+
+
+def _between(module: nn.Module, name: str, blocks: Collection[str]) -> Iterator[str]:
+    """Names of what is inside of `module`, but not inside of one of `blocks`, and holds none and no layers to split."""
+    if name in blocks:
+        return
+    is_split = any(as_splittable(part) or is_multihead_attention(part) for part in module.modules())
+    if name and not is_split and not any(block.startswith(f"{name}.") for block in blocks):
+        yield name
+    for key, child in module.named_children():
+        yield from _between(child, join_names(name, key), blocks)
 
 
 class _Digests:
@@ -376,10 +430,20 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 class WithoutRandomness(TorchFunctionMode):
     """A context in which torch's functions drop nothing, whatever probability they are given, and each number that they
-    draw is the same, so that two runs on different shapes compute the same."""
+    draw is the same, so that two runs on different shapes compute the same.
+
+    Args:
+        sizes_asked: called with each tensor whose sizes are asked for, but for the last one alone.
+    """
+
+    def __init__(self, sizes_asked: Callable[[torch.Tensor], None] | None = None) -> None:
+        super().__init__()
+        self._sizes_asked = sizes_asked
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _SIZES and self._sizes_asked is not None and args[1:] != (-1,):
+            self._sizes_asked(args[0])
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         place = _WITH_PROBABILITY.get(func)
