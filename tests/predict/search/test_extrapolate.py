@@ -173,7 +173,7 @@ def test_a_model_that_needs_all_of_its_blocks_is_estimated(monkeypatch):
 
     monkeypatch.setattr(search, "_DEEP", 14)
     monkeypatch.setattr(search, "predict_from_few_blocks", broken)
-    assert _found(recompute="none", micro_batches=1).estimated == 1
+    assert _found(recompute="none", micro_batches=1, offload=None).estimated == 1
 
 
 @pytest.mark.slow
