@@ -232,3 +232,28 @@ def test_random_numbers_and_one_data_rank_are_no_fault(ranks):
     assert [message for message, _ in ranks(2, _run, "drawn", dict(zero=1))] == ["", ""]
     alone = dict(tp=2, tp_plan={"inlet": "colwise_gather"})
     assert [message for message, _ in ranks(2, _run, "max", alone)] == ["", ""]
+
+
+class AtLeastFour(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 4:
+            raise ValueError(f"{len(x)} samples are too few")
+        return super().forward(x)
+
+
+def _step_of_a_picky_stage(fields: dict[str, Any]) -> str:
+    model = nn.Sequential(AtLeastFour(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    try:
+        plan = ts.Plan(**fields)
+        engine = ts.parallelize(model, plan, optimizer=ADAMW, loss_fn=squares, sample_inputs=torch.zeros(4, 6))
+        engine.step(*data(0))
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return ""
+
+
+def test_a_stage_that_others_wait_for_says_why_it_cannot_be_asked(ranks):
+    assert ranks(1, _step_of_a_picky_stage, dict(micro_batches=2)) == [""]
+    first, second = ranks(2, _step_of_a_picky_stage, dict(pp=2, micro_batches=2))
+    assert "2 samples are too few" in first and "parallelize(check_samples=False) does not ask" in first
+    assert "2 samples are too few" in second

@@ -83,6 +83,10 @@ Rows = list[_Rows | None]
 """The tensors of a model's output that have rows for the samples; None in the places of others."""
 
 _MODES = "tensorshard.passes.batch_norm"  # in which functions of a normalization's own forward are called
+_WAITED_FOR = (
+    "The first step ran the model on other samples, to see that each is computed by itself. The stages that follow wait "
+    "for this one; parallelize(check_samples=False) does not ask"
+)
 _LARGE = 1e-2  # a difference, relative to the largest element, that is no rounding
 _TIMES = 16.0  # by which a difference is larger than that of rounding
 _SHAPES, _SHAPES_IN_16_BITS = 1e-4, 0.2  # what rounding may do where products have other shapes
@@ -313,6 +317,10 @@ class IndependentSamples:
                         self._run_model(batch, partial(self._read, rows, _size(batch, dim), dim))
                         self._draws_otherwise |= states != self._random_states()
             except Exception as error:  # it may need gradients, or other values
+                stages = getattr(self._sharded, "stages", ())
+                if stages and not (len(stages) == 1 and stages[0].is_last):
+                    error.add_note(_WAITED_FOR)
+                    raise
                 if not raised_by_model(error):
                     raise
                 logger.debug("whether samples are computed alone cannot be seen: %s", error)
