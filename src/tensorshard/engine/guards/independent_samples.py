@@ -84,8 +84,8 @@ Rows = list[_Rows | None]
 
 _MODES = "tensorshard.passes.batch_norm"  # in which functions of a normalization's own forward are called
 _WAITED_FOR = (
-    "The first step ran the model on other samples, to see that each is computed by itself. The stages that follow wait "
-    "for this one; parallelize(check_samples=False) does not ask"
+    "The first step ran the model on other samples, to see that each is computed by itself. The stages that follow "
+    "wait for this one; parallelize(check_samples=False) does not ask"
 )
 _LARGE = 1e-2  # a difference, relative to the largest element, that is no rounding
 _TIMES = 16.0  # by which a difference is larger than that of rounding
