@@ -24,11 +24,9 @@ def _case(
     config: str | None = None,
     is_sequence: bool = True,
     number: bool = False,
-    random: str = "same",
 ) -> Case:
     batch = images("pixel_values", size=size, targets="number" if number else "classes")
-    build = builder(model, settings, config)
-    return Case(name, "transformers", build, batch, loss, "images", is_sequence=is_sequence, random=random)
+    return Case(name, "transformers", builder(model, settings, config), batch, loss, "images", is_sequence=is_sequence)
 
 
 CASES = [
@@ -49,7 +47,7 @@ CASES = [
     _case("SegFormer", "SegformerForSemanticSegmentation", {
         "num_encoder_blocks": 4, "depths": [1, 1, 1, 1], "sr_ratios": [4, 2, 1, 1], "hidden_sizes": [8, 16, 24, 32],
         "num_attention_heads": [1, 2, 2, 4], "mlp_ratios": [2, 2, 2, 2], "decoder_hidden_size": 16, **CLASSIFIES,
-    }, number_loss, size=64, number=True, random="by_rank"),
+    }, number_loss, size=64, number=True),
     _case("PVT", "PvtForImageClassification", {
         "image_size": 32, "depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 2, 4],
         "sequence_reduction_ratios": [4, 2, 1, 1], "mlp_ratios": [2, 2, 2, 2], **CLASSIFIES,

@@ -183,3 +183,27 @@ def test_what_is_drawn_from_the_hosts_generators(of, found):
     assert torch.equal(torch.cat(parts), whole) == (of != "samples")  # micro-batches leave the same layers out
     assert random.random() == random.Random(1).random()
     assert np.random.rand() == np.random.RandomState(1).rand()
+
+
+class Hooked(nn.Module):
+    """Its first forward registers a hook, as transformers' models do that return what their layers returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.seen = nn.Linear(4, 4), nn.Dropout(0.5), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "is_hooked", False):
+            self.inner.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            self.is_hooked = True
+        self.seen.clear()
+        self.inner(x)
+        [output] = self.seen
+        return self.drop(output)
+
+
+def test_a_trial_run_takes_back_the_hooks_that_a_forward_registers():
+    model = Hooked()
+    with ts.same_randomness(model, 0):
+        assert (model(torch.ones(6, 4)) == 0).any()
+    assert len(model.inner._forward_hooks) == 1

@@ -21,13 +21,14 @@ from tensorshard.model.batches import call_model
 from tensorshard.model.fake_copies import copy_with, keep_padding, make_fake_copy, make_sample, random_values
 from tensorshard.model.global_state import restored_globals
 from tensorshard.model.state_before_call import StateBeforeCalls
-from tensorshard.model.state_places import HostStates, host_random_restored, host_random_states
+from tensorshard.model.state_places import Entries, HostStates, host_random_restored, host_random_states
 from tensorshard.random.axes import Axes, Site, axes_of
 from tensorshard.random.kernels import drawing_from
 from tensorshard.random.routed_rows import Routed, find_rows, rows_of
 from tensorshard.torch_private.dispatch import TorchDispatchMode, without_dispatch_modes
 from tensorshard.torch_private.fake_results import QuickFakeTensorMode
 from tensorshard.torch_private.fake_tensors import grouped_products_of_any_dtype, without_fake_kernel_reports
+from tensorshard.torch_private.modules import forward_hook_tables
 from tensorshard.torch_private.process_groups import alone_in_the_world
 from tensorshard.torch_private.pytree import tree_map, tree_tensors
 from tensorshard.torch_private.random_operators import draws_at_random
@@ -174,10 +175,13 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         torch.no_grad(),
     ):
         state = StateBeforeCalls(model.modules()).keep([], watched=False)
+        hooks = [Entries(table) for module in model.modules() for table in forward_hook_tables(module)]
         try:
             yield
-        finally:  # a module may have made a cache of its own, with fake tensors in it
+        finally:  # a module may have made a cache of its own, with fake tensors in it, or have hooked others
             state.put_back()
+            for table in hooks:
+                table.put({})
 
 
 def _copied(values: Callable[..., torch.Tensor], leaf: Any) -> Any:
