@@ -74,7 +74,7 @@ CASES = [
         "vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16},
         "text_config": {**TEXT, **GROUPED, **NO_TOKENS, "model_type": "llama"},
         "image_token_index": VOCABULARY - 1, "image_token_id": VOCABULARY - 1, "image_seq_length": 16,
-    }, _llava, token_loss, "several modalities", "by_rank"),
+    }, _llava, token_loss, "several modalities"),
     _case("SAM vision encoder", "SamVisionModel", {
         **SIZES, "image_size": 32, "patch_size": 8, "output_channels": 16, "window_size": 2, "global_attn_indexes": [1],
         "mlp_dim": 64, "num_pos_feats": 8,

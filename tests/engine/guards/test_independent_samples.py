@@ -257,3 +257,36 @@ def test_a_stage_that_others_wait_for_says_why_it_cannot_be_asked(ranks):
     first, second = ranks(2, _step_of_a_picky_stage, dict(pp=2, micro_batches=2))
     assert "2 samples are too few" in first and "parallelize(check_samples=False) does not ask" in first
     assert "2 samples are too few" in second
+
+
+class Lists(nn.Linear):
+    """Returns a list with a tensor for each sample, and as many tensors that have rows for all of them."""
+
+    def __init__(self, is_coupled: bool) -> None:
+        super().__init__(6, 8)
+        self.is_coupled = is_coupled
+
+    def forward(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        h = super().forward(x)
+        if self.is_coupled:
+            h = h - h.mean(0)
+        return list(h.unflatten(1, (4, 2))), [h * number for number in range(1, len(x) + 1)]
+
+
+def _listed(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return squares(torch.stack(output[0]).flatten(1)[:, :3] + output[1][0][:, :3], targets)
+
+
+def _step_of_lists(is_coupled: bool, size: int) -> str:
+    engine = engine_of(Lists(is_coupled), loss_fn=_listed, zero=1)
+    try:
+        engine.step(*own_shard(engine, *data(0, size)))
+    except RuntimeError as error:
+        return str(error)
+    return engine._samples.verdict
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_lists_of_samples_are_compared_by_their_entries(ranks, size):
+    assert ranks(2, _step_of_lists, False, size) == ["alone"] * 2
+    assert all("depends on the other samples" in message for message in ranks(2, _step_of_lists, True, size))

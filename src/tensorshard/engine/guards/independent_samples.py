@@ -50,7 +50,7 @@ from tensorshard.plan.plan import Plan
 from tensorshard.torch_private.autograd import is_function_transformed
 from tensorshard.torch_private.fake_tensors import detect_fake_mode
 from tensorshard.torch_private.modules import every_module, own_parameters
-from tensorshard.torch_private.pytree import tree_tensors
+from tensorshard.torch_private.pytree import tree_leaves, tree_tensors
 from tensorshard.torch_private.tensors import tensor_version
 
 logger = logging.getLogger("tensorshard")
@@ -79,7 +79,24 @@ class _Rows(NamedTuple):
         return [self.tensor.unflatten(0, view).index_select(dim, index) for dim, view in enumerate(views)]
 
 
-Rows = list[_Rows | None]
+class _Entries(NamedTuple):
+    """A list that has a tensor for each sample; or, by chance, as many tensors that have rows for all samples.
+
+    Args:
+        tensors: of any shapes.
+    """
+
+    tensors: list[torch.Tensor]
+
+    def of(self, places: Sequence[int]) -> list[torch.Tensor]:
+        """What belongs to the samples in `places`, for each of the ways in which it may."""
+        rows = [_rows(tensor, len(self.tensors), 0) for tensor in self.tensors]
+        ways = zip(*(each.of(places) for each in rows if each is not None), strict=False) if None not in rows else ()
+        own = [self.tensors[place] for place in places]
+        return [torch.cat([tensor.flatten() for tensor in way]) for way in (own, *ways)]
+
+
+Rows = list[_Rows | _Entries | None]
 """The tensors of a model's output that have rows for the samples; None in the places of others."""
 
 _MODES = "tensorshard.passes.batch_norm"  # in which functions of a normalization's own forward are called
@@ -336,7 +353,7 @@ class IndependentSamples:
 
     @staticmethod
     def _read(rows: Rows, size: int, dim: int, output: Any) -> None:
-        rows[:] = [_rows(leaf, size, dim) for leaf in tensor_leaves(output)]
+        rows[:] = _rows_within(output, size, dim)
 
     def _collectives_kept(self) -> AbstractContextManager[None]:
         """The context in which the model's own collectives over the data ranks give what they gave in the first run."""
@@ -370,6 +387,23 @@ def _with_copies(size: int, kept: Sequence[int]) -> list[int]:
     """Which sample is in each place, where copies of those in `kept` are in the places of the others."""
     stays, copies = set(kept), cycle(kept)
     return [place if place in stays else next(copies) for place in range(size)]
+
+
+def _rows_within(output: Any, samples: int, dim: int, *, floating: bool = False) -> Rows:
+    """What a model or a function returned, by its samples."""
+
+    def of_samples(node: Any) -> bool:
+        is_list = isinstance(node, list | tuple) and len(node) == samples
+        return is_list and all(type(each) is torch.Tensor and each.is_floating_point() for each in node)
+
+    rows: Rows = []
+    for node in tree_leaves(output, is_leaf=of_samples):
+        if of_samples(node):
+            rows.append(_Entries([tensor.detach().clone() for tensor in node]))
+            continue
+        leaves = [leaf for leaf in tensor_leaves(node) if leaf.is_floating_point() or not floating]
+        rows += [_rows(leaf, samples, dim) for leaf in leaves]
+    return rows
 
 
 def _rows(leaf: torch.Tensor, samples: int, dim: int) -> _Rows | None:
@@ -466,8 +500,7 @@ class _FirstDifference(TorchFunctionMode):
         is_ours = is_inside(caller, ["tensorshard"]) and not is_inside(caller, ["tensorshard.models"])
         if self.found is not None or is_ours:
             return result
-        leaves = [leaf for leaf in tensor_leaves(result) if leaf.is_floating_point()]
-        self._now.append((func, [_rows(leaf, self.samples, self._dim) for leaf in leaves]))
+        self._now.append((func, _rows_within(result, self.samples, self._dim, floating=True)))
         number = len(self._now) - 1
         before = self._before[number] if number < len(self._before) else (None, [])
         if before[0] is func and _difference(before[1], self._now[-1][1], self._places) > self._least:
