@@ -375,7 +375,7 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
     Public way: none.
     """
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for table in forward_hook_tables(module) for hook in table.values()]
 
 
 def forward_hook_tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -399,7 +399,7 @@ def replace_forward_hooks(module: nn.Module, make: Callable[[Any, bool], Any]) -
 
     Public way: none.
     """
-    for hooks, takes_output in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
+    for hooks, takes_output in zip(forward_hook_tables(module), (False, True), strict=True):
         for number, hook in list(hooks.items()):
             hooks[number] = make(hook, takes_output)
 

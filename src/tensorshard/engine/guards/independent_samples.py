@@ -83,17 +83,18 @@ class _Entries(NamedTuple):
     """A list that has a tensor for each sample; or, by chance, as many tensors that have rows for all samples.
 
     Args:
-        tensors: of any shapes.
+        tensors: strided, of any shapes.
     """
 
     tensors: list[torch.Tensor]
 
     def of(self, places: Sequence[int]) -> list[torch.Tensor]:
         """What belongs to the samples in `places`, for each of the ways in which it may."""
-        rows = [_rows(tensor, len(self.tensors), 0) for tensor in self.tensors]
-        ways = zip(*(each.of(places) for each in rows if each is not None), strict=False) if None not in rows else ()
-        own = [self.tensors[place] for place in places]
-        return [torch.cat([tensor.flatten() for tensor in way]) for way in (own, *ways)]
+        ways: list[Sequence[torch.Tensor]] = [[self.tensors[place] for place in places]]
+        samples = len(self.tensors)
+        if all(tensor.dim() and tensor.numel() and len(tensor) % samples == 0 for tensor in self.tensors):
+            ways += zip(*(_Rows(tensor, samples, 0).of(places) for tensor in self.tensors), strict=False)
+        return [torch.cat([tensor.flatten() for tensor in way]) for way in ways]
 
 
 Rows = list[_Rows | _Entries | None]
@@ -393,8 +394,10 @@ def _rows_within(output: Any, samples: int, dim: int, *, floating: bool = False)
     """What a model or a function returned, by its samples."""
 
     def of_samples(node: Any) -> bool:
-        is_list = isinstance(node, list | tuple) and len(node) == samples
-        return is_list and all(type(each) is torch.Tensor and each.is_floating_point() for each in node)
+        if not isinstance(node, list | tuple) or len(node) != samples:
+            return False
+        tensors = [each for each in node if type(each) is torch.Tensor and each.layout == torch.strided]
+        return len(tensors) == samples and all(tensor.is_floating_point() for tensor in tensors)
 
     rows: Rows = []
     for node in tree_leaves(output, is_leaf=of_samples):
